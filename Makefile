@@ -1,0 +1,78 @@
+# make demo    sets everything up and shows one base model and three adapters answering in one batch
+# make serve   leaves both services up
+# make test    every check; what CI runs
+# make bench   tokens per second beside transformers + PEFT
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+MODEL  := models/SmolLM2-135M-Instruct
+PROTOS := $(wildcard protos/loraplex/*/v1/*.proto)
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.PHONY: help setup setup-dev model demo serve test test-py lint proto stubs manifests bench adapters clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+setup: $(VENV)/.installed
+setup-dev: $(VENV)/.installed-dev
+model: $(MODEL)/model.safetensors
+
+$(VENV)/bin/python:
+	@echo "==> creating $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 …"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "venv is missing: apt-get install python3-venv"; exit 1; }
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "==> installing Loraplex and what it needs into $(VENV) (minutes the first time)"
+	@$(PIP) --progress-bar on -e '.[inference,examples]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "==> installing the test tools into $(VENV)"
+	@$(PIP) --progress-bar on -e '.[inference,examples,dev]'
+	@touch $@
+
+$(MODEL)/model.safetensors: $(VENV)/.installed
+	@echo "==> converting the base model (once)"
+	@$(BIN)/python -m examples.base_model --out $(MODEL)
+
+demo: model
+	@$(BIN)/python -m examples.demo
+
+serve: model
+	@$(BIN)/python -m examples.serve
+
+test: setup-dev lint proto manifests test-py
+
+test-py: setup-dev model
+	$(BIN)/python -m pytest
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy .
+	$(BIN)/lint-imports
+
+proto: setup-dev
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+	$(BIN)/python tests/protos/check_stubs.py
+
+stubs: setup-dev
+	$(BIN)/buf format -w
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --grpc_python_out=. \
+		--mypy_out=. --mypy_grpc_out=only_async:. $(PROTOS:protos/%=%)
+
+manifests: setup-dev
+	$(BIN)/python deploy/k8s/validate.py
+
+bench: setup-dev model
+	$(BIN)/python -m tests.bench.throughput
+
+adapters: setup-dev model
+	$(BIN)/python -m examples.train --base $(MODEL) --out examples/adapters
+
+clean:
+	rm -rf $(VENV) models build var .cache

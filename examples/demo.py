@@ -1,0 +1,125 @@
+"""`make demo`: one base model and three adapters answer the same prompts at the same time, in one batch."""
+
+import asyncio
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from examples.prompts import ADAPTERS, PROMPTS
+from examples.stack import Stack, register, wait_for_base_model
+from loraplex import Client
+from loraplex.inference.v1 import control_pb2, inference_pb2
+
+MAX_TOKENS = 48
+
+
+@dataclass
+class Answer:
+    """One column: who answers, what has arrived, and when."""
+
+    title: str
+    adapter: str
+    text: str = ""
+    tokens: int = 0
+    first_token: float = 0.0
+
+
+async def answer(client: Client, prompt: str, column: Answer) -> None:
+    """Streams one answer into its column."""
+    started = time.perf_counter()
+    messages = [{"role": "user", "content": prompt}]
+    async for event in client.generate(
+        messages, adapter=column.adapter, temperature=0, stop={"max_tokens": MAX_TOKENS}, timeout=120
+    ):
+        if event.HasField("delta"):
+            column.first_token = column.first_token or time.perf_counter() - started
+            column.text += event.delta.text
+        elif event.HasField("finished"):
+            column.tokens = event.finished.usage.completion_tokens
+
+
+def frame(prompt: str, columns: list[Answer], footer: str = "") -> Group:
+    """One picture: the prompt, the answers side by side, and a line below."""
+    grid = Table.grid(expand=True, padding=(0, 1))
+    for _ in columns:
+        grid.add_column(ratio=1)
+    grid.add_row(*(Panel(Text(c.text), title=c.title, title_align="left") for c in columns))
+    return Group(Text(f"> {prompt}", style="bold"), grid, Text(footer, style="dim"))
+
+
+async def ask(client: Client, console: Console, prompt: str) -> tuple[int, float]:
+    """All columns answer one prompt at once. Returns the tokens made and the seconds it took."""
+    columns = [Answer("base model", "")] + [Answer(e.name, e.name) for e in ADAPTERS]
+    started = time.perf_counter()
+    with Live(frame(prompt, columns), console=console, refresh_per_second=8) as live:
+        streams = asyncio.gather(*(answer(client, prompt, column) for column in columns))
+        while not streams.done():
+            live.update(frame(prompt, columns))
+            await asyncio.wait([streams], timeout=0.1)
+        await streams
+        seconds = time.perf_counter() - started
+        tokens = sum(c.tokens for c in columns)
+        first = ", ".join(f"{c.first_token * 1e3:.0f}" for c in columns)
+        live.update(frame(prompt, columns, f"{tokens} tokens, {tokens / seconds:.0f} tokens/s; first token {first} ms"))
+    return tokens, seconds
+
+
+async def costs(client: Client) -> Table:
+    """What each adapter takes: in its file and in the slot pool."""
+    loaded = await client.call(client.control.ListLoadedAdapters(control_pb2.ListLoadedAdaptersRequest()))
+    table = Table("adapter", "rank", "bytes in the slot pool", "level", title="What each adapter costs")
+    for adapter in sorted(loaded.adapters, key=lambda a: a.adapter_version):
+        name = adapter.adapter_version.split("/")[3]
+        level = control_pb2.LoadedAdapter.Level.Name(adapter.level).removeprefix("LEVEL_")
+        table.add_row(name, str(adapter.rank), f"{adapter.size_bytes:,}", level)
+    return table
+
+
+async def demo(console: Console, folder: Path) -> None:
+    started = time.perf_counter()
+    with console.status("starting the registry and the inference service"):
+        stack = await Stack(folder).__aenter__()
+    try:
+        async with stack.client() as client:
+            console.print(f"both services are up after {time.perf_counter() - started:.1f} s")
+            await wait_for_base_model(client)
+            for example in ADAPTERS:
+                began = time.perf_counter()
+                response = await register(client, example.name, f"file://examples/{example.name}")
+                seconds = time.perf_counter() - began
+                shape = response.version.lora_config
+                console.print(
+                    f"registered {example.name} in {seconds * 1e3:.0f} ms: {example.effect} "
+                    f"(rank {shape.rank} on {', '.join(shape.target_modules)})"
+                )
+            info = await client.call(client.inference.GetModelInfo(inference_pb2.GetModelInfoRequest()))
+            console.print(f"{info.base_model} ({info.architecture}) on {info.device}, {info.dtype}\n")
+            results = [await ask(client, console, prompt) for prompt in PROMPTS]
+            tokens, seconds = sum(r[0] for r in results), sum(r[1] for r in results)
+            console.print(await costs(client))
+            console.print(
+                f"\n{tokens} tokens in {seconds:.1f} s: [bold]{tokens / seconds:.0f} tokens/s[/bold] over all"
+            )
+    finally:
+        registry_code, inference_code = await stack.stop()
+    console.print("both services have stopped")
+    if (registry_code, inference_code) != (0, 0):
+        raise SystemExit(f"exit codes: registry {registry_code}, inference {inference_code}")
+
+
+def main() -> None:
+    width = None if sys.stdout.isatty() else 120
+    with tempfile.TemporaryDirectory(prefix="loraplex-demo-") as folder:
+        asyncio.run(demo(Console(width=width), Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""`make serve`: both services stay up until Ctrl-C, with the example adapters registered."""
+
+import argparse
+import asyncio
+import signal
+
+from rich.console import Console
+
+from examples.prompts import ADAPTERS
+from examples.stack import ROOT, Stack, register, wait_for_base_model
+
+REGISTRY, INFERENCE = "127.0.0.1:50051", "127.0.0.1:50052"
+
+NEXT = """
+[bold]Both services are up.[/bold] Registry {registry}, inference {inference}; logs in {folder}. Ctrl-C stops them.
+Try in another terminal:
+
+  .venv/bin/loraplex adapter list
+  .venv/bin/loraplex generate --chat --max-tokens 60 --temperature 0 "What is the capital of France?"
+  .venv/bin/loraplex generate --chat --max-tokens 60 --temperature 0 --adapter {first} "What is the capital of France?"
+  .venv/bin/loraplex adapter register mine --base-model smollm2-135m-instruct --source file://examples/{first}
+  .venv/bin/loraplex status
+"""
+
+
+async def serve(registry: str, inference: str) -> None:
+    console = Console()
+    folder = ROOT / "var" / "serve"
+    stop = asyncio.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    with console.status("starting the registry and the inference service"):
+        stack = await Stack(folder, registry=registry, inference=inference).__aenter__()
+    try:
+        async with stack.client() as client:
+            await wait_for_base_model(client)
+            for example in ADAPTERS:
+                await register(client, example.name, f"file://examples/{example.name}", description=example.effect)
+        console.print(
+            NEXT.format(registry=registry, inference=inference, folder=folder, first=ADAPTERS[0].name), highlight=False
+        )
+        ended = [asyncio.ensure_future(p.process.wait()) for p in (stack.registry, stack.inference) if p.process]
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait([stopping, *ended], return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            raise SystemExit(f"a service ended by itself:\n{stack.registry.log_tail()}\n{stack.inference.log_tail()}")
+    finally:
+        with console.status("stopping"):
+            await stack.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--registry", default=REGISTRY, help="address of the registry service")
+    parser.add_argument("--inference", default=INFERENCE, help="address of the inference service")
+    arguments = parser.parse_args()
+    asyncio.run(serve(arguments.registry, arguments.inference))
+
+
+if __name__ == "__main__":
+    main()

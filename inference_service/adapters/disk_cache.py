@@ -1,0 +1,229 @@
+"""The disk tier: one folder per adapter at `ROOT/sha256/HEX`, holding exactly the files of its manifest.
+
+A folder gets its name by a rename once it is complete and synced, and loses it by a rename before it is deleted, so
+several processes may share a cache and a crash leaves nothing half-written under a digest. What a process writes or
+deletes lies in a work folder of its own, locked while it lives; start-up sweeps those of the dead.
+"""
+
+import fcntl
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Lock
+
+from shared.digest import FileEntry
+from shared.errors import AdapterMemory
+
+log = logging.getLogger(__name__)
+
+_HEX = re.compile(r"[0-9a-f]{64}")
+_PREFIX = "sha256:"
+BUSY_RETRY_SECONDS = 1.0
+
+
+class DiskCache:
+    """An LRU of `budget` bytes. Safe to call from several threads; what is `held` is never evicted by this process.
+
+    Raises OSError if the folder cannot be used.
+    """
+
+    def __init__(self, root: Path, budget: int) -> None:
+        self._budget = budget
+        self._folders = root / "sha256"
+        self._lock = Lock()
+        self._held: Counter[str] = Counter()
+        self._reserved = 0
+        self._folders.mkdir(parents=True, exist_ok=True)
+        self._work, self._work_fd = _create_work_folder(root / "work")
+        _sweep(root / "work", self._work)
+        self._sizes = _scan(self._folders)  # by digest, least recently used first
+        with self._room(0):
+            pass
+
+    @contextmanager
+    def held(self, digest: str) -> Iterator[None]:
+        """While it lasts, the adapter is not evicted, whether it is here yet or not."""
+        with self._lock:
+            self._held[digest] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held[digest] -= 1
+                if not self._held[digest]:
+                    del self._held[digest]
+
+    def find(self, digest: str, files: Sequence[FileEntry]) -> Path | None:
+        """The adapter's folder, if it holds the files at their sizes; it counts as used now.
+
+        Their content is not verified here: whoever reads it does that.
+        """
+        folder = self._folder(digest)
+        try:
+            sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder)}
+        except OSError:
+            with self._lock:
+                self._sizes.pop(digest, None)
+            return None
+        if sizes == {file.path: file.size for file in files}:
+            with suppress(OSError):
+                os.utime(folder)
+            self._record(digest, sum(sizes.values()))
+            return folder
+        log.warning("the cached %s is incomplete and is fetched again", digest)
+        self.discard(digest)
+        return None
+
+    @contextmanager
+    def _room(self, nbytes: int) -> Iterator[None]:
+        if nbytes > self._budget:
+            message = f"the adapter's files take {nbytes} bytes; the disk cache may hold {self._budget} in all"
+            raise AdapterMemory(f"{message}: raise --disk-bytes", metadata={"tier": "disk"})
+        with self._lock:
+            victims = self._victims(nbytes)
+            self._reserved += nbytes
+        try:
+            for victim in victims:
+                self._delete(victim)
+            yield
+        finally:
+            with self._lock:
+                self._reserved -= nbytes
+
+    def _victims(self, nbytes: int) -> list[str]:
+        over = sum(self._sizes.values()) + self._reserved + nbytes - self._budget
+        victims = []
+        for digest, size in self._sizes.items():
+            if over <= 0:
+                break
+            if not self._held[digest]:
+                victims.append(digest)
+                over -= size
+        if over > 0 and nbytes:
+            message = f"the disk cache has no room for {nbytes} bytes beside the adapters in use"
+            raise AdapterMemory(message, metadata={"tier": "disk"}, retry_after=BUSY_RETRY_SECONDS)
+        for digest in victims:
+            del self._sizes[digest]
+        return victims
+
+    @contextmanager
+    def new_folder(self, nbytes: int) -> Iterator[Path]:
+        """An empty folder to fill with at most `nbytes` and then `install`; deleted at the end if it was not.
+
+        Raises:
+            AdapterMemory: the budget does not allow it. Others are evicted first.
+        """
+        with self._room(nbytes):
+            folder = self._work / uuid.uuid4().hex
+            folder.mkdir()
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def install(self, digest: str, folder: Path, nbytes: int) -> Path:
+        """Make a complete folder the adapter's. If another process was faster, its folder stays. Raises OSError."""
+        _sync(folder)
+        target = self._folder(digest)
+        try:
+            folder.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+        _sync(self._folders)
+        self._record(digest, nbytes)
+        return target
+
+    def discard(self, digest: str) -> None:
+        """Delete an adapter whose files proved wrong."""
+        with self._lock:
+            self._sizes.pop(digest, None)
+        self._delete(digest)
+
+    def entries(self) -> list[tuple[str, int]]:
+        """Digest and bytes of what is here, least recently used first."""
+        with self._lock:
+            return list(self._sizes.items())
+
+    def close(self) -> None:
+        """Delete the work folder and what is in it."""
+        shutil.rmtree(self._work, ignore_errors=True)
+        os.close(self._work_fd)
+
+    def _folder(self, digest: str) -> Path:
+        return self._folders / digest.removeprefix(_PREFIX)
+
+    def _record(self, digest: str, nbytes: int) -> None:
+        with self._lock:
+            self._sizes[digest] = nbytes
+            self._sizes.move_to_end(digest)
+
+    def _delete(self, digest: str) -> None:
+        trash = self._work / uuid.uuid4().hex
+        try:
+            self._folder(digest).rename(trash)
+        except OSError as error:
+            log.debug("not deleted: %s", error)
+            return
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def _create_work_folder(parent: Path) -> tuple[Path, int]:
+    """A new folder under `parent` and the descriptor that locks it; again if a sweep took it before the lock."""
+    parent.mkdir(exist_ok=True)
+    while True:
+        folder = parent / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        folder.mkdir()
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if folder.exists():
+                return folder, fd
+        except BlockingIOError:
+            pass
+        os.close(fd)
+
+
+def _sweep(parent: Path, own: Path) -> None:
+    """Delete the work folders that no living process holds."""
+    for folder in parent.iterdir():
+        if folder == own:
+            continue
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(fd)
+
+
+def _scan(folders: Path) -> OrderedDict[str, int]:
+    found = []
+    for folder in folders.iterdir():
+        try:
+            if _HEX.fullmatch(folder.name):
+                size = sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder))
+                found.append((folder.stat().st_mtime, _PREFIX + folder.name, size))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    log.info("the disk cache holds %d adapters", len(found))
+    return OrderedDict((digest, size) for _, digest, size in sorted(found))
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

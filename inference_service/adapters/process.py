@@ -1,0 +1,252 @@
+"""The adapter process: one ROUTER socket that API processes and the engine talk to, and the loader behind it.
+
+Started as `python -m inference_service.adapters.process` with one line of JSON (`AdapterProcessStart`) on standard
+input; the end of standard input means that the parent died. SIGTERM ends it cleanly, SIGINT is the parent's business.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+import zmq
+import zmq.asyncio
+
+from inference_service.adapters.config import AdapterProcessConfig, AdapterProcessStart
+from inference_service.adapters.disk_cache import DiskCache
+from inference_service.adapters.fetcher import Fetcher
+from inference_service.adapters.flights import unforeseen
+from inference_service.adapters.host_arena import map_host_arena
+from inference_service.adapters.loader import AdapterLoader, Packing, Tiers, Workers
+from inference_service.adapters.registry_client import BaseModelFacts, RegistryClient
+from inference_service.adapters.resolution import BaseModelIdentity
+from inference_service.adapters.store import HostStore
+from inference_service.types import (
+    Acquire,
+    Acquired,
+    AcquireFailed,
+    DropStaged,
+    EngineStarted,
+    ListStaged,
+    Prepare,
+    Release,
+    Reply,
+    decode_adapter_request,
+    encode,
+)
+from shared import log as logs
+from shared.base_model import fingerprint, parse_config
+from shared.base_weights import fingerprint_with_weights
+from shared.errors import LoraplexError
+from shared.model_folder import read_json_object
+
+log = logging.getLogger(__name__)
+
+NUM_FETCHERS = 16
+NUM_PACKERS = 2
+_MAX_QUEUED = 100_000
+
+
+class AdapterServer:
+    """Answers the messages of one socket out of one loader."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, loader: AdapterLoader) -> None:
+        self._socket = socket
+        self._loader = loader
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._acquires: set[asyncio.Task[object]] = set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                identity, *parts = await self._socket.recv_multipart()
+                try:
+                    self._dispatch(identity, decode_adapter_request(b"".join(parts)))
+                except msgspec.MsgspecError as error:
+                    log.warning("ignored a malformed message from %r: %s", identity, error)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    def _dispatch(
+        self, identity: bytes, message: Prepare | DropStaged | ListStaged | EngineStarted | Acquire | Release
+    ) -> None:
+        match message:
+            case Prepare():
+                self._start(self._prepare(identity, message))
+            case Acquire():
+                task = self._start(self._acquire(identity, message.digest))
+                self._acquires.add(task)
+                task.add_done_callback(self._acquires.discard)
+            case Release():
+                self._loader.release(message.digest)
+            case DropStaged():
+                self._loader.drop(message.digest)
+                self._start(self._send(identity, Reply(message.call_id)))
+            case ListStaged():
+                self._start(self._send(identity, Reply(message.call_id, staged=self._loader.staged())))
+            case EngineStarted():
+                for task in self._acquires:
+                    task.cancel()
+                self._loader.engine_started()
+
+    def _start(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _prepare(self, identity: bytes, message: Prepare) -> None:
+        try:
+            adapter = await self._loader.prepare(message.reference, message.choice_key)
+            reply = Reply(message.call_id, adapter=adapter)
+        except LoraplexError as error:
+            reply = Reply(message.call_id, error=error.record())
+        except Exception as error:
+            reply = Reply(message.call_id, error=unforeseen(error, message.reference).record())
+        await self._send(identity, reply)
+
+    async def _acquire(self, identity: bytes, digest: str) -> None:
+        try:
+            blob = await self._loader.acquire(digest)
+        except LoraplexError as error:
+            await self._send(identity, AcquireFailed(digest, error.record()))
+            return
+        except Exception as error:
+            await self._send(identity, AcquireFailed(digest, unforeseen(error, digest).record()))
+            return
+        if not await self._send(identity, Acquired(digest, blob.offset, blob.layout)):
+            self._loader.release(digest)
+
+    async def _send(self, identity: bytes, message: msgspec.Struct) -> bool:
+        """False if the peer is gone, or does not read what it is sent."""
+        try:
+            await self._socket.send_multipart([identity, encode(message)], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            log.debug("not sent to %r: %s", identity, error)
+            return False
+        return True
+
+
+async def serve(start: AdapterProcessStart, stop: asyncio.Event) -> None:
+    """Run the adapter process until `stop` is set.
+
+    Raises:
+        InvalidArgument: the model's config.json cannot be used.
+        OSError, zmq.ZMQError: the cache folder, the arena or the address cannot be used.
+    """
+    folder = Path(start.config.model_folder)
+    raw_config = read_json_object(folder / "config.json")
+    base_model = BaseModelIdentity(start.config.base_model, fingerprint(raw_config))
+    registry = RegistryClient(start.config.registry, base_model, max_stale=start.config.max_stale)
+    loop = asyncio.get_running_loop()
+    async with _loader(start, registry) as loader, _router(start.address) as socket:
+        tasks = [
+            loop.create_task(AdapterServer(socket, loader).run()),
+            loop.create_task(_register(registry, base_model, raw_config, folder)),
+        ]
+        stopping = loop.create_task(stop.wait())
+        done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+        for task in (*tasks, stopping):
+            task.cancel()
+        await asyncio.gather(*tasks, stopping, return_exceptions=True)
+        await registry.close()
+        for task in done:
+            task.result()
+
+
+@asynccontextmanager
+async def _loader(start: AdapterProcessStart, registry: RegistryClient) -> AsyncIterator[AdapterLoader]:
+    config = start.config
+    model = parse_config(read_json_object(Path(config.model_folder) / "config.json"))
+    cache = DiskCache(Path(config.cache_dir), config.disk_bytes)
+    fetcher = Fetcher(cache, {name: Path(folder) for name, folder in config.file_roots.items()})
+    arena = map_host_arena(start.host_arena_fd)
+    workers = Workers(ThreadPoolExecutor(NUM_FETCHERS, "fetch"), ThreadPoolExecutor(NUM_PACKERS, "pack"))
+    try:
+        yield AdapterLoader(
+            registry,
+            fetcher,
+            Tiers(cache, HostStore(len(arena)), arena),
+            Packing(model, config.dtype),
+            workers,
+            is_arena_free=not start.wait_for_engine,
+        )
+    finally:
+        fetcher.close()
+        for pool in workers:
+            pool.shutdown(wait=True, cancel_futures=True)
+        cache.close()
+
+
+@asynccontextmanager
+async def _router(address: str) -> AsyncIterator[zmq.asyncio.Socket]:
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted peer takes over its identity
+    socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
+    socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
+    try:
+        socket.bind(address)
+        yield socket
+    finally:
+        socket.close()
+        context.term()
+
+
+async def _register(
+    registry: RegistryClient, base_model: BaseModelIdentity, raw_config: dict[str, Any], folder: Path
+) -> None:
+    text = (folder / "config.json").read_text()
+    try:
+        weights = await asyncio.to_thread(fingerprint_with_weights, raw_config, folder)
+    except (LoraplexError, OSError) as error:
+        log.error("the base model is registered without its weights' fingerprint: %s", error)
+        weights = ""
+    await registry.keep_registered(BaseModelFacts(base_model.id, text, base_model.fingerprint, weights))
+
+
+async def _run(start: AdapterProcessStart) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+
+    def watch_parent() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(stop.set)
+
+    threading.Thread(target=watch_parent, daemon=True).start()
+    await serve(start, stop)
+
+
+def main() -> int:
+    """Entry point; the exit status is 0 after SIGTERM or the parent's end, 1 if it could not start."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=AdapterProcessStart)
+    logs.setup("adapters", start.config.log_level)
+    try:
+        uvloop.run(_run(start))
+    except (LoraplexError, OSError, zmq.ZMQError) as error:
+        log.error("the adapter process ends: %s", error)
+        return 1
+    return 0
+
+
+__all__ = ["AdapterProcessConfig", "AdapterProcessStart", "AdapterServer", "main", "serve"]
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""What the registry says a reference means, checked and without protobuf's types."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from shared.adapter_format.files import CONFIG, WEIGHTS
+from shared.digest import FileEntry, check_digest, manifest_digest
+from shared.errors import BaseModelMismatch, DigestMismatch, InvalidArgument, RegistryUnavailable
+from shared.references import base_model_name, parse_reference, parse_version_name
+from shared.sources.resolver import PinnedSource
+from shared.weighted_choice import choose
+
+_TOKENIZER, _CHAT_TEMPLATE = "tokenizer.json", "chat_template.jinja"
+
+
+class BaseModelIdentity(NamedTuple):
+    """The base model that this replica serves: its id and `shared.base_model.fingerprint` of its config."""
+
+    id: str
+    fingerprint: str
+
+
+class ResolvedVersion(NamedTuple):
+    """One version of an adapter. `name` is its resource name, `number` the last part of it.
+
+    `files` is the manifest, whose digest is `digest`; `sources` are tried in order; `rank` is the modules' greatest.
+    """
+
+    name: str
+    number: int
+    adapter_uid: str
+    digest: str
+    files: tuple[FileEntry, ...]
+    sources: tuple[PinnedSource, ...]
+    rank: int
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the adapter brings a tokenizer of its own."""
+        return any(file.path == _TOKENIZER for file in self.files)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the adapter brings a chat template of its own."""
+        return any(file.path == _CHAT_TEMPLATE for file in self.files)
+
+
+class Resolution(NamedTuple):
+    """One answer of the registry: the alias that was followed and its targets by weight. `ttl` is in seconds."""
+
+    adapter_uid: str
+    alias: str
+    targets: tuple[tuple[ResolvedVersion, float], ...]
+    ttl: float
+
+    def choose(self, key: str) -> ResolvedVersion:
+        """The target for `key`; the same for equal keys, spread over all targets by weight for different ones."""
+        if len(self.targets) == 1:
+            return self.targets[0][0]
+        weights = [(version.number, weight) for version, weight in self.targets]
+        number = choose(self.adapter_uid, self.alias, key, weights)
+        return next(version for version, _ in self.targets if version.number == number)
+
+
+def read_resolution(answer: Any, reference: str, base_model: BaseModelIdentity) -> Resolution:
+    """Check a `ResolveAdapterResponse` that answers the canonical `reference`.
+
+    Raises:
+        BaseModelMismatch: a target is for another base model, or was validated against another one of this name.
+        DigestMismatch: a manifest is not what its digest says.
+        RegistryUnavailable: the answer is malformed in any other way; metadata names the `field`.
+    """
+    try:
+        targets = [(target.version, target.weight) for target in answer.targets] or [(answer.version, 1.0)]
+        resolution = Resolution(
+            answer.adapter_uid,
+            answer.alias,
+            tuple((_version(version, answer.adapter_uid), weight) for version, weight in targets),
+            _seconds(answer.ttl),
+        )
+        _check_answers(resolution, reference)
+        for version, _ in targets:
+            _check_base_model(version, base_model)
+        resolution.choose("")
+    except InvalidArgument as error:
+        field = error.violations[0].field if error.violations else ""
+        message = f"the registry's answer for {reference} is malformed: {error.message}"
+        raise RegistryUnavailable(message, metadata={"field": field}) from None
+    return resolution
+
+
+def _version(message: Any, adapter_uid: str) -> ResolvedVersion:
+    files = tuple(FileEntry(file.path, file.size_bytes, file.sha256) for file in message.manifest.files)
+    digest = check_digest(message.digest, "version.digest")
+    if manifest_digest(files) != digest:
+        raise DigestMismatch(f"the manifest of {message.name} is not that of {digest}", metadata={"digest": digest})
+    for name in (CONFIG, WEIGHTS):
+        if all(file.path != name for file in files):
+            raise InvalidArgument.of("version.manifest.files", f"{name} is missing")
+    if any("/" in file.path for file in files):
+        raise InvalidArgument.of("version.manifest.files.path", "must be a plain file name")
+    return ResolvedVersion(
+        name=message.name,
+        number=parse_version_name(message.name, "version.name").version,
+        adapter_uid=adapter_uid,
+        digest=digest,
+        files=files,
+        sources=tuple(PinnedSource(source.uri, source.revision) for source in message.pinned_sources),
+        rank=message.lora_config.rank,
+    )
+
+
+def _check_answers(resolution: Resolution, reference: str) -> None:
+    """The targets must be versions of what was asked for, and different ones."""
+    asked = parse_reference(reference, "default")
+    versions: Sequence[ResolvedVersion] = [version for version, _ in resolution.targets]
+    for version in versions:
+        name = parse_version_name(version.name, "version.name")
+        if (name.namespace, name.adapter) != (asked.namespace, asked.adapter):
+            raise InvalidArgument.of("version.name", f"{version.name} is another adapter")
+        if asked.version not in (None, version.number) or asked.digest not in (None, version.digest):
+            raise InvalidArgument.of("version.name", f"{version.name} is another version")
+    if len({version.number for version in versions}) != len(versions):
+        raise InvalidArgument.of("targets.version", "a version occurs twice")
+
+
+def _check_base_model(message: Any, base_model: BaseModelIdentity) -> None:
+    metadata = {"base_model": base_model.id, "adapter_base_model": message.base_model}
+    if message.base_model != base_model_name(base_model.id):
+        text = f"{message.name} is for {message.base_model}; this replica serves {base_model_name(base_model.id)}"
+        raise BaseModelMismatch(text, metadata=metadata)
+    if message.base_model_fingerprint not in ("", base_model.fingerprint):
+        text = f"{message.name} was validated against another {base_model.id} than this replica serves"
+        raise BaseModelMismatch(text, metadata=metadata)
+
+
+def _seconds(duration: Any) -> float:
+    seconds = duration.seconds + duration.nanos / 1e9
+    return max(seconds, 0.0) if math.isfinite(seconds) else 0.0

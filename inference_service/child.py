@@ -1,0 +1,120 @@
+"""A process that the supervisor starts: its start line, its events, its last words."""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_ERROR = "error: "
+_MAX_LINE_BYTES = 1 << 20
+
+
+class ChildSpec(NamedTuple):
+    """How to start a process.
+
+    `role` names it in events (`engine_down`) and messages. `start` is its first line of standard input, `restart` that
+    of a process that replaces one which died. `stage`: those of stage 0 are stopped first. `grace`: seconds it has to
+    end after SIGTERM.
+    """
+
+    role: str
+    argv: tuple[str, ...]
+    start: bytes
+    restart: bytes
+    stage: int
+    grace: float
+    pass_fds: tuple[int, ...] = ()
+    hears_events: bool = False
+
+
+class Child:
+    """One process at a time of one spec. Its standard input stays open as long as the supervisor lives."""
+
+    def __init__(self, spec: ChildSpec) -> None:
+        self.spec = spec
+        self.last_words = ""
+        self._process: asyncio.subprocess.Process | None = None
+        self._relay: asyncio.Task[None] | None = None
+
+    async def spawn(self, *, is_restart: bool) -> None:
+        """Start the process. Its own process group keeps a terminal's Ctrl-C from it."""
+        self.last_words = ""
+        process = await asyncio.create_subprocess_exec(
+            *self.spec.argv,
+            stdin=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            pass_fds=self.spec.pass_fds,
+            process_group=0,
+            limit=_MAX_LINE_BYTES,
+        )
+        self._process = process
+        self._relay = asyncio.create_task(self._relay_lines(process.stderr))
+        self._write((self.spec.restart if is_restart else self.spec.start) + b"\n")
+
+    async def wait(self) -> int:
+        """Its exit code, when it has ended; negative for a signal."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def finish_output(self) -> None:
+        """Returns when all it wrote is relayed, so that `last_words` is known."""
+        if self._relay is not None:
+            with contextlib.suppress(TimeoutError):  # a grandchild may hold the pipe open
+                await asyncio.wait_for(self._relay, 1.0)
+
+    def tell(self, event: str) -> None:
+        """Send it an event, if it listens to events."""
+        if self.spec.hears_events:
+            self._write(json.dumps({"event": event}).encode() + b"\n")
+
+    async def stop(self) -> None:
+        """SIGTERM; SIGKILL if it has not ended within its grace."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), self.spec.grace)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    def _write(self, line: bytes) -> None:
+        stdin = self._process.stdin if self._process is not None else None
+        if stdin is not None and not stdin.is_closing():
+            stdin.write(line)
+
+    async def _relay_lines(self, stream: asyncio.StreamReader | None) -> None:
+        """Pass its standard error on, and keep its last words. The supervisor reports a line `error: …` itself."""
+        while stream is not None:
+            try:
+                line = (await stream.readline()).decode(errors="replace")
+            except ValueError:  # longer than the limit, and dropped
+                continue
+            if not line:
+                return
+            self.last_words = _words(line) or self.last_words
+            if not line.startswith(_ERROR):
+                sys.stderr.write(line)
+                sys.stderr.flush()
+
+
+def _words(line: str) -> str:
+    """What a line of standard error tells of a failure: an error of the log, `error: …`, or any other plain line."""
+    if not line.startswith("{"):
+        return line.removeprefix(_ERROR).strip()
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return ""
+    return str(entry.get("message", "")) if entry.get("level") in ("error", "critical") else ""
+
+
+async def stop_in_stages(children: Sequence[Child]) -> None:
+    """Stop all children, one stage after the other."""
+    for stage in sorted({child.spec.stage for child in children}):
+        await asyncio.gather(*(child.stop() for child in children if child.spec.stage == stage))

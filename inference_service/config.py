@@ -1,0 +1,89 @@
+"""Everything that can be set about the inference service, and how memory sizes are written."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+ENV_PREFIX = "LORAPLEX_INFERENCE_"
+EXIT_CONFIG = 2  # exit code of a process that starting again cannot help
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+_UNITS["ti"] = 1 << 40
+_CACHE_DIR = Path("~/.cache/loraplex")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes in `256MiB`, `2GB`, `1.5Gi` or `1048576`. Raises ValueError for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r:.40} is not a size such as 256MiB")
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def _is_size(text: str) -> str | None:
+    return None if _SIZE.fullmatch(text.strip()) else "a size such as 256MiB"
+
+
+def _is_positive(value: float) -> str | None:
+    return None if value > 0 else "a number above zero"
+
+
+def _is_address(text: str) -> str | None:
+    host, colon, port = text.rpartition(":")
+    is_right = bool(colon and host and port.isdecimal() and int(port) < 1 << 16)
+    return None if is_right or text.startswith("unix:") else "HOST:PORT"
+
+
+def _setting(default: Any, description: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": description, **metadata})
+
+
+@dataclass(frozen=True)
+class InferenceConfig:
+    """Settings of `loraplex serve`. None means: chosen by the model or the device."""
+
+    model: str = field(metadata={"help": "folder or Hub id of the base model"})
+    model_name: str | None = _setting(None, "id of the base model; by default its Hub id or folder name, lowercased")
+    registry: str = _setting("127.0.0.1:50051", "address of the registry")
+    listen: str = _setting("127.0.0.1:50052", "address to listen on", check=_is_address)
+    device: Literal["auto", "cpu", "cuda"] = _setting("auto", "where the model runs")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting("auto", "type of the model's weights")
+    file_roots: dict[str, str] = field(
+        default_factory=dict,
+        metadata={"flag": "--file-root", "help": "NAME=DIR that file:// adapters may lie under; repeatable"},
+    )
+    cache_dir: Path = field(default=_CACHE_DIR, metadata={"help": "folder of downloaded adapters"})
+    disk_bytes: str = _setting("20GiB", "size of the adapter cache on disk", check=_is_size)
+    host_memory: str = _setting("1GiB", "host memory for packed adapters", check=_is_size)
+    adapter_memory: str | None = _setting(None, "device memory for adapters", check=_is_size)
+    kv_cache_memory: str | None = _setting(None, "device memory for keys and values", check=_is_size)
+    max_model_len: int | None = _setting(None, "tokens of prompt and output together", check=_is_positive)
+    max_num_seqs: int | None = _setting(None, "sequences in one step", check=_is_positive)
+    max_batched_tokens: int | None = _setting(None, "tokens computed in one step", check=_is_positive)
+    max_adapters: int = _setting(128, "adapters on the device at once", check=_is_positive)
+    max_queue: int = _setting(1024, "sequences that may wait before QUEUE_FULL", check=_is_positive)
+    threads: int | None = _setting(None, "CPU threads of the engine", check=_is_positive)
+    prefix_caching: bool = _setting(True, "reuse the keys and values of equal prefixes")
+    api_processes: int = _setting(1, "processes that share the listening port", check=_is_positive)
+    drain_grace: float = _setting(30.0, "seconds that running streams have after SIGTERM", check=_is_positive)
+    max_stale: float = _setting(
+        3600.0, "seconds that resolutions serve while the registry is unreachable", check=_is_positive
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least severe level to log")
+
+
+class ApiStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an API process is told when it starts, as a line of JSON. The last two addresses are ZeroMQ's."""
+
+    listen: str
+    reuse_port: bool
+    model_folder: str
+    model_id: str
+    api_address: str
+    adapter_address: str
+    drain_grace: float
+    log_level: str = "info"

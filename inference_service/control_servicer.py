@@ -1,0 +1,175 @@
+"""AdapterControlService: what this replica holds, and changing it by hand."""
+
+import base64
+import binascii
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from inference_service.types import PreparedAdapter, ResidentAdapter, StagedAdapter
+from loraplex.inference.v1 import control_pb2 as pb
+from loraplex.inference.v1 import control_pb2_grpc as pb_grpc
+from shared.auth import Caller, authorize, caller_of
+from shared.digest import check_digest
+from shared.errors import AdapterNotFound, InvalidArgument, LoraplexError
+from shared.references import Reference, parse_reference, parse_version_name, version_name
+
+DEFAULT_PAGE_SIZE = 50
+MAX_PAGE_SIZE = 1000
+
+_LEVELS = {"DISK": pb.LoadedAdapter.LEVEL_DISK, "HOST": pb.LoadedAdapter.LEVEL_HOST}
+
+
+class Engine(Protocol):
+    """What this servicer needs of `engine.client.EngineClient`."""
+
+    async def load_adapter(self, digest: str, *, pinned: bool, wait: bool) -> None: ...
+    async def unload_adapter(self, digest: str, *, force: bool) -> None: ...
+    async def list_resident(self) -> list[ResidentAdapter]: ...
+
+
+class Adapters(Protocol):
+    """What this servicer needs of `adapters.client.AdapterClient`."""
+
+    async def prepare(self, reference: str, choice_key: str = "") -> PreparedAdapter: ...
+    async def drop(self, digest: str) -> None: ...
+    async def list_staged(self) -> list[StagedAdapter]: ...
+
+
+class ControlServicer(pb_grpc.AdapterControlServiceServicer):
+    """Acts on one replica."""
+
+    def __init__(self, engine: Engine, adapters: Adapters) -> None:
+        self._engine = engine
+        self._adapters = adapters
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:  # noqa: N802
+        caller = caller_of(context.invocation_metadata())
+        reference = parse_reference(request.reference, caller.namespace, "reference")
+        authorize(caller, reference.namespace, "admin")
+        prepared = await self._adapters.prepare(reference.canonical())
+        await self._engine.load_adapter(prepared.digest, pinned=request.pinned, wait=request.wait)
+        held = {adapter.digest: adapter for adapter in await self._held()}
+        on_its_way = pb.LoadedAdapter(
+            digest=prepared.digest,
+            level=pb.LoadedAdapter.LEVEL_DISK,
+            rank=prepared.rank,
+            size_bytes=prepared.size_bytes,
+        )
+        adapter = held.get(prepared.digest, on_its_way)
+        adapter.adapter_version = prepared.version
+        return pb.LoadAdapterResponse(adapter=adapter)
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Any) -> pb.UnloadAdapterResponse:  # noqa: N802
+        adapter = await self._named(request.adapter, caller_of(context.invocation_metadata()))
+        resident = {a.digest: a for a in await self._engine.list_resident()}.get(adapter.digest)
+        freed = 0
+        if resident is not None:
+            await self._engine.unload_adapter(adapter.digest, force=request.force)
+            freed += resident.size_bytes
+        staged = await self._adapters.list_staged()
+        freed += sum(a.size_bytes for a in staged if a.digest == adapter.digest and a.level == "HOST")
+        await self._adapters.drop(adapter.digest)
+        return pb.UnloadAdapterResponse(freed_bytes=freed)
+
+    async def ListLoadedAdapters(  # noqa: N802
+        self, request: pb.ListLoadedAdaptersRequest, context: Any
+    ) -> pb.ListLoadedAdaptersResponse:
+        size, after = _page(request)
+        caller = caller_of(context.invocation_metadata())
+        authorize(caller, caller.namespace, "reader")
+        visible = sorted((a for a in await self._held() if _may_see(caller, a)), key=_sort_key)
+        rest = [a for a in visible if _sort_key(a) > after]
+        page = rest[:size]
+        token = _encode_token(page[-1]) if len(rest) > size else ""
+        return pb.ListLoadedAdaptersResponse(adapters=page, next_page_token=token)
+
+    async def _held(self) -> list[pb.LoadedAdapter]:
+        """Every adapter on this replica, each at its fastest tier."""
+        return merge(await self._engine.list_resident(), await self._adapters.list_staged())
+
+    async def _named(self, text: str, caller: Caller) -> pb.LoadedAdapter:
+        """The adapter on this replica that `text` names: a reference, a version or `sha256:HEX`."""
+        if text.startswith("sha256:"):
+            digest, reference = check_digest(text, "adapter"), None
+        else:
+            digest, reference = "", parse_reference(text, caller.namespace, "adapter")
+            authorize(caller, reference.namespace, "admin")
+        if reference is not None and reference.version is None and reference.digest is None:
+            digest = (await self._adapters.prepare(reference.canonical())).digest
+        for adapter in await self._held():
+            if _is_named(adapter, digest, reference):
+                if adapter.adapter_version:
+                    authorize(caller, parse_version_name(adapter.adapter_version, "adapter").namespace, "admin")
+                return adapter
+        raise AdapterNotFound(f"{text} is not on this replica", metadata={"adapter": text})
+
+
+def merge(resident: Iterable[ResidentAdapter], staged: Iterable[StagedAdapter]) -> list[pb.LoadedAdapter]:
+    """One entry a digest: that of the fastest tier which holds it. A resident takes its version from the staged."""
+    found: dict[str, pb.LoadedAdapter] = {}
+    for adapter in sorted(staged, key=lambda a: a.level):  # DISK, then HOST
+        found[adapter.digest] = pb.LoadedAdapter(
+            adapter_version=adapter.version,
+            digest=adapter.digest,
+            level=_LEVELS[adapter.level],
+            rank=adapter.rank,
+            size_bytes=adapter.size_bytes,
+        )
+    for on_gpu in resident:
+        version = found[on_gpu.digest].adapter_version if on_gpu.digest in found else ""
+        found[on_gpu.digest] = pb.LoadedAdapter(
+            adapter_version=version,
+            digest=on_gpu.digest,
+            level=pb.LoadedAdapter.LEVEL_GPU,
+            pinned=on_gpu.pinned,
+            rank=on_gpu.rank,
+            size_bytes=on_gpu.size_bytes,
+            active_requests=on_gpu.active_requests,
+        )
+    return list(found.values())
+
+
+def _is_named(adapter: pb.LoadedAdapter, digest: str, reference: Reference | None) -> bool:
+    if digest:
+        return adapter.digest == digest
+    if reference is None or not adapter.adapter_version:
+        return False
+    name = parse_version_name(adapter.adapter_version, "adapter")
+    if reference.digest is not None:
+        return adapter.digest == reference.digest and name[:2] == (reference.namespace, reference.adapter)
+    return adapter.adapter_version == version_name(reference.namespace, reference.adapter, reference.version or 0)
+
+
+def _may_see(caller: Caller, adapter: pb.LoadedAdapter) -> bool:
+    if not adapter.adapter_version:
+        return True
+    try:
+        authorize(caller, parse_version_name(adapter.adapter_version, "adapter_version").namespace, "reader")
+    except LoraplexError:
+        return False
+    return True
+
+
+def _sort_key(adapter: pb.LoadedAdapter) -> tuple[str, str]:
+    return adapter.adapter_version, adapter.digest
+
+
+def _page(request: pb.ListLoadedAdaptersRequest) -> tuple[int, tuple[str, str]]:
+    """Size of the page and the sort key after which it begins."""
+    if request.page_size < 0:
+        raise InvalidArgument.of("page_size", f"must be 0 or more, is {request.page_size}")
+    return min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE), _decode_token(request.page_token)
+
+
+def _encode_token(adapter: pb.LoadedAdapter) -> str:
+    return base64.urlsafe_b64encode("\n".join(_sort_key(adapter)).encode()).decode()
+
+
+def _decode_token(token: str) -> tuple[str, str]:
+    if not token:
+        return "", ""
+    try:
+        version, digest = base64.urlsafe_b64decode(token.encode()).decode().split("\n")
+    except (binascii.Error, ValueError) as error:
+        raise InvalidArgument.of("page_token", "is not a token that this service gave out") from error
+    return version, digest

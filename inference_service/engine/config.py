@@ -1,0 +1,76 @@
+"""What the engine process is told when it starts."""
+
+from typing import Literal
+
+import msgspec
+
+Device = Literal["auto", "cpu", "cuda"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings of one engine. None means: chosen by the device or the model (`limits_for`).
+
+    Attributes:
+        model: Folder of config.json and the safetensors files.
+        weights_fingerprint: Identity of the base weights; part of every prefix cache name.
+        max_model_len: Prompt and output tokens of one sequence; None for min(model's, 8192).
+        max_num_seqs: Sequences in one step.
+        max_batched_tokens: Tokens computed in one step; at least `max_num_seqs`.
+        kv_cache_bytes: Memory for keys and values.
+        adapter_memory_bytes: The arena's byte budget.
+        max_adapters: Slots.
+        threads: torch's threads on a CPU.
+        max_queue: Sequences that may wait before QueueFull.
+        seed: Of anything random outside requests (there is nothing yet).
+    """
+
+    model: str
+    weights_fingerprint: str = ""
+    device: Device = "auto"
+    dtype: DtypeName = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_batched_tokens: int | None = None
+    block_size: int = 16
+    kv_cache_bytes: int | None = None
+    adapter_memory_bytes: int | None = None
+    max_adapters: int = 128
+    threads: int | None = None
+    prefix_caching: bool = True
+    seed: int = 0
+    max_queue: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_adapters", "max_queue"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive")
+        for name in ("max_model_len", "max_num_seqs", "max_batched_tokens", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be positive")
+
+
+class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The scheduler's numbers, all known. `max_model_len` also fits the KV cache."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_queue: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise ValueError("max_batched_tokens must be at least max_num_seqs: every running sequence decodes")
+
+
+def limits_for(config: EngineConfig, device: str, max_position: int, kv_tokens: int) -> EngineLimits:
+    """The limits that `config` means on `device` for a model of `max_position` and a KV cache of `kv_tokens`."""
+    cuda = device == "cuda"
+    max_num_seqs = config.max_num_seqs or (256 if cuda else 64)
+    return EngineLimits(
+        max_model_len=min(config.max_model_len or 8192, max_position, kv_tokens),
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=config.max_batched_tokens or max(8192 if cuda else 512, max_num_seqs),
+        max_queue=config.max_queue,
+    )

@@ -1,0 +1,92 @@
+"""LoadAdapter, UnloadAdapter and ListResident, answered when what they ask for has come true."""
+
+from typing import NamedTuple, Protocol
+
+from inference_service.engine.engine import Engine
+from inference_service.engine.scheduler import Adapters
+from inference_service.lora.adapter import AdapterState
+from inference_service.types import ListResident, LoadAdapter, Reply, ResidentAdapter, UnloadAdapter
+from shared.errors import AdapterUnloaded
+
+AdapterCall = LoadAdapter | UnloadAdapter | ListResident
+
+
+class ManagedAdapters(Adapters, Protocol):
+    """What operators ask of the slot pool, beside what the scheduler does."""
+
+    def load(self, digest: str, pinned: bool) -> AdapterState: ...
+
+    def begin_unload(self, digest: str) -> AdapterState | None: ...
+
+    def residents(self) -> list[ResidentAdapter]: ...
+
+
+class Answer(NamedTuple):
+    client: bytes
+    reply: Reply
+
+
+class AdapterControl:
+    """Calls of API processes that wait for an adapter's load or unload."""
+
+    def __init__(self, engine: Engine, adapters: ManagedAdapters) -> None:
+        self._engine = engine
+        self._adapters = adapters
+        self._held = engine.scheduler.held_adapters
+        self._loads: list[tuple[bytes, LoadAdapter]] = []
+        self._unloads: list[tuple[bytes, UnloadAdapter]] = []
+        self._answers: list[Answer] = []
+
+    def receive(self, client: bytes, call: AdapterCall) -> None:
+        """Begin what is asked; the answer comes from `poll`."""
+        if isinstance(call, ListResident):
+            self._answers.append(Answer(client, Reply(call.call_id, resident=self._adapters.residents())))
+        elif isinstance(call, LoadAdapter):
+            self._adapters.load(call.digest, call.pinned)
+            self._loads.append((client, call))
+        else:
+            self._unload(client, call)
+
+    def poll(self) -> list[Answer]:
+        """Answers that have become true. Call it every step, after the pool's own `poll`."""
+        if self._loads:
+            self._loads = [pending for pending in self._loads if not self._answer_load(*pending)]
+        if self._unloads:
+            self._unloads = [pending for pending in self._unloads if not self._answer_unload(*pending)]
+            self._held.intersection_update(call.digest for _, call in self._unloads)
+        answers, self._answers = self._answers, []
+        return answers
+
+    def drop_client(self, client: bytes) -> None:
+        """Nobody waits for these answers any more. What was begun goes on."""
+        self._loads = [pending for pending in self._loads if pending[0] != client]
+        self._unloads = [pending for pending in self._unloads if pending[0] != client]
+        self._held.intersection_update(call.digest for _, call in self._unloads)
+
+    @property
+    def loading(self) -> list[str]:
+        """Digests that a call waits for."""
+        return [call.digest for _, call in self._loads]
+
+    def _unload(self, client: bytes, call: UnloadAdapter) -> None:
+        if call.force:
+            self._engine.fail_adapter(call.digest, AdapterUnloaded("the adapter was unloaded by force"))
+        self._held.add(call.digest)
+        self._adapters.begin_unload(call.digest)
+        self._unloads.append((client, call))
+
+    def _answer_load(self, client: bytes, call: LoadAdapter) -> bool:
+        state = self._adapters.state(call.digest)
+        if state is None and call.digest not in self._held:  # gone again while it was loading
+            state = self._adapters.load(call.digest, call.pinned)
+        if call.wait and state not in (AdapterState.READY, AdapterState.FAILED):
+            return False
+        error = self._adapters.error(call.digest) if state is AdapterState.FAILED else None
+        self._answers.append(Answer(client, Reply(call.call_id, error=error.record() if error else None)))
+        return True
+
+    def _answer_unload(self, client: bytes, call: UnloadAdapter) -> bool:
+        if self._adapters.state(call.digest) is not None:
+            return False
+        self._answers.append(Answer(client, Reply(call.call_id)))
+        return True

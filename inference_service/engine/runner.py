@@ -1,0 +1,176 @@
+"""Computes a step on the device: model, KV cache, adapters' arena, sampling."""
+
+import logging
+import time
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from inference_service.engine.batch import gather
+from inference_service.engine.config import EngineConfig, limits_for
+from inference_service.engine.sampler import Row, sample, token_logprobs
+from inference_service.engine.sequence import Request, Sequence
+from inference_service.engine.step import Chunk, DeviceLost, Schedule, StepResult
+from inference_service.lora.arena import Arena
+from inference_service.lora.linear import install
+from inference_service.model.attention import KVCache
+from inference_service.model.decoder import Decoder
+from inference_service.model.loader import load_config, load_model
+from inference_service.types import GenerateSpec, Sampling, Stop, TokenLogprobs
+from shared.base_model import ModelConfig
+
+log = logging.getLogger(__name__)
+
+CPU_KV_BYTES = 512 << 20
+CPU_ADAPTER_BYTES = 256 << 20
+CUDA_ADAPTER_BYTES = 4 << 30
+CUDA_KV_FRACTION = 0.85  # of the memory that is free once weights and arena are there; the rest is activations
+LOGIT_BYTES = 16 << 20  # of prompt logprobs' logits at a time
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STICKY = ("device-side assert", "illegal memory access", "unspecified launch failure", "uncorrectable")
+
+
+class Placement(NamedTuple):
+    """Where and in what precision the model runs."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def placement(config: EngineConfig) -> Placement:
+    """Resolve `auto`: CUDA where there is any, bfloat16 there and float32 on a CPU."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = config.dtype
+    if name == "auto":
+        name = "bfloat16" if device == "cuda" else "float32"
+    return Placement(torch.device(device, 0) if device == "cuda" else torch.device(device), DTYPES[name])
+
+
+class ModelRunner:
+    """One model on one device.
+
+    Args:
+        config: The engine's.
+        host: The shared host arena, a flat uint8 tensor on the CPU.
+    """
+
+    def __init__(self, config: EngineConfig, host: torch.Tensor) -> None:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self.device, self.dtype = placement(config)
+        _, self.model_config = load_config(Path(config.model))
+        self.decoder: Decoder = load_model(Path(config.model), self.model_config, self.device, self.dtype)
+        default_arena = CUDA_ADAPTER_BYTES if self.device.type == "cuda" else CPU_ADAPTER_BYTES
+        self.arena_bytes = config.adapter_memory_bytes or default_arena
+        layers = self.model_config.num_layers
+        self.arena = Arena(self.arena_bytes, config.max_adapters, layers, self.dtype, self.device, host)
+        install(self.decoder, self.model_config, self.arena)
+        self.block_size = config.block_size
+        self.num_blocks = self._count_blocks(config)
+        self.kv_cache = self._build_kv_cache()
+        kv_tokens = self.num_blocks * self.block_size
+        self.limits = limits_for(config, self.device.type, self.model_config.max_position, kv_tokens)
+        self.vocab_size = self.model_config.vocab_size
+        self.eos_ids = self.model_config.eos_token_ids
+
+    @torch.inference_mode()
+    def execute(self, schedule: Schedule) -> StepResult:
+        """One forward pass over the schedule's chunks, and a token for each that samples.
+
+        Raises:
+            DeviceLost: after an error that leaves the CUDA context unusable.
+        """
+        try:
+            return self._execute(schedule)
+        except RuntimeError as error:
+            if self.device.type == "cuda" and any(text in str(error) for text in STICKY):
+                raise DeviceLost(str(error)) from error
+            raise
+
+    def warm_up(self) -> None:
+        """Run one prefill and one decode of the largest usual shapes, so that the first request finds all allocated."""
+        started = time.monotonic()
+        length = min(self.limits.max_batched_tokens, self.limits.max_model_len - 1, 256)
+        spec = GenerateSpec("warm-up", [0] * length, Sampling(temperature=1.0, top_p=0.9), Stop(max_tokens=1))
+        sequence = Request(spec, b"", b"", 0).sequences[0]
+        sequence.blocks.extend(range(-(-(length + 1) // self.block_size)))
+        for chunk in (Chunk(sequence, 0, length, True), Chunk(sequence, length - 1, 1, True)):
+            self.execute(Schedule((chunk,), num_decodes=int(chunk.length == 1)))
+        log.info("warm after %.2f s on %s", time.monotonic() - started, self.device)
+
+    # ---- memory
+
+    def _count_blocks(self, config: EngineConfig) -> int:
+        nbytes = config.kv_cache_bytes or CPU_KV_BYTES
+        if config.kv_cache_bytes is None and self.device.type == "cuda":
+            nbytes = int(torch.cuda.mem_get_info(self.device)[0] * CUDA_KV_FRACTION)
+        block_bytes = kv_bytes_per_token(self.model_config, self.dtype) * self.block_size
+        if nbytes < block_bytes:
+            raise ValueError(f"kv_cache_bytes is {nbytes}, one block takes {block_bytes}")
+        return nbytes // block_bytes
+
+    def _build_kv_cache(self) -> KVCache:
+        c = self.model_config
+        size = (c.num_layers, self.num_blocks, self.block_size, c.num_kv_heads, c.head_dim)
+        return KVCache(*size, self.dtype, self.device)
+
+    # ---- one step
+
+    def _execute(self, schedule: Schedule) -> StepResult:
+        batch = gather(schedule, self.block_size, self.device)
+        hidden = self.decoder(batch, self.kv_cache)  # [rows, hidden]
+        sequences = [chunk.sequence for chunk in schedule.chunks if chunk.samples]
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        if sequences:
+            logits = self.decoder.logits(hidden[: len(sequences)])
+            token_ids, logprobs = sample(logits, [self._row(sequence) for sequence in sequences])
+        return StepResult(token_ids, logprobs, self._prompt_logprobs(schedule.chunks, hidden[len(sequences) :]))
+
+    def _row(self, sequence: Sequence) -> Row:
+        spec = sequence.request.spec
+        return Row(
+            spec.sampling,
+            sequence.index,
+            sequence.num_output,
+            sequence.token_ids[: sequence.num_prompt] if spec.sampling.repetition_penalty != 1.0 else (),
+            sequence.token_ids[sequence.num_prompt :] if _penalizes_output(spec.sampling) else (),
+            sequence.forbidden_ids(self.eos_ids),
+            spec.logprobs,
+        )
+
+    def _prompt_logprobs(self, chunks: Items[Chunk], hidden: torch.Tensor) -> list[list[TokenLogprobs]]:
+        """Per chunk, of its scored positions, whose rows `hidden` `[rows, hidden]` holds in order."""
+        result: list[list[TokenLogprobs]] = []
+        start = 0
+        for chunk in chunks:
+            positions = chunk.scored_positions
+            targets = chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1] if positions else []
+            num_top = chunk.sequence.request.spec.prompt_logprobs or 0
+            result.append(self._score(hidden[start : start + len(targets)], targets, num_top))
+            start += len(targets)
+        return result
+
+    def _score(self, hidden: torch.Tensor, targets: list[int], num_top: int) -> list[TokenLogprobs]:
+        """Logprobs of `targets`, one per row, in pieces whose logits are bounded."""
+        piece = max(LOGIT_BYTES // (4 * self.vocab_size), 1)
+        return [
+            entry
+            for start in range(0, len(targets), piece)
+            for entry in token_logprobs(
+                self.decoder.logits(hidden[start : start + piece]), targets[start : start + piece], num_top
+            )
+        ]
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token takes in all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def _penalizes_output(sampling: Sampling) -> bool:
+    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)

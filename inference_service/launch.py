@@ -1,0 +1,173 @@
+"""From the settings to the processes of one replica. What is wrong with the model is found here, before any starts."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from inference_service.adapters.config import AdapterProcessConfig, AdapterProcessStart
+from inference_service.child import ChildSpec
+from inference_service.config import ApiStart, InferenceConfig, parse_size
+from inference_service.engine.config import EngineConfig
+from shared.base_model import default_id, parse_config
+from shared.base_weights import fingerprint_with_weights
+from shared.errors import InvalidArgument
+from shared.model_folder import load_raw_config, resolve_model
+from shared.references import check_id
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+_STOP_SECONDS = 10.0
+_MAX_IPC_PATH = 107  # bytes, of a Unix socket's address
+_LONGEST_SOCKET = "/adapters.sock"
+
+
+class BaseModel(NamedTuple):
+    """The base model of this replica, and where and as what it runs."""
+
+    folder: Path
+    model_id: str
+    weights_fingerprint: str
+    device: Literal["cpu", "cuda"]
+    dtype: Dtype
+
+
+def find_base_model(config: InferenceConfig) -> BaseModel:
+    """Resolve the model and settle every `auto`.
+
+    Raises:
+        InvalidArgument: the model cannot be served: names the key, tensor or architecture.
+        SourceUnavailable: it must be downloaded, and the Hub does not answer.
+    """
+    folder = resolve_model(config.model)
+    is_folder = Path(config.model).expanduser().is_dir()
+    model_id = check_id(config.model_name or default_id(str(folder) if is_folder else config.model), "model_name")
+    raw = load_raw_config(folder)
+    checkpoint_dtype = parse_config(raw).dtype
+    device = config.device if config.device != "auto" else _device()
+    return BaseModel(
+        folder, model_id, fingerprint_with_weights(raw, folder), device, _dtype(config, device, checkpoint_dtype)
+    )
+
+
+def _device() -> Literal["cpu", "cuda"]:
+    """Whether torch can use a GPU. Another process asks torch, as the supervisor stays free of it."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return "cpu"
+    question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    answer = subprocess.run([sys.executable, "-c", question], check=False, stderr=subprocess.DEVNULL)
+    return "cuda" if answer.returncode == 0 else "cpu"
+
+
+def _dtype(config: InferenceConfig, device: str, checkpoint_dtype: str) -> Dtype:
+    """float32 on a CPU, which computes it fastest; on a GPU half precision, as in the checkpoint."""
+    if config.dtype != "auto":
+        return config.dtype
+    if device == "cpu":
+        return "float32"
+    return "float16" if checkpoint_dtype == "float16" else "bfloat16"
+
+
+def make_run_folder() -> Path:
+    """A new private folder for the sockets of one replica; its path is short enough for them."""
+    folder = tempfile.mkdtemp(prefix="loraplex-")
+    if len(folder.encode()) + len(_LONGEST_SOCKET) < _MAX_IPC_PATH:
+        return Path(folder)
+    Path(folder).rmdir()
+    return Path(tempfile.mkdtemp(prefix="loraplex-", dir="/tmp"))
+
+
+def child_specs(config: InferenceConfig, base: BaseModel, run_folder: Path, host_arena_fd: int) -> list[ChildSpec]:
+    """The adapter process, the engine process and the API processes."""
+    api_address = f"ipc://{run_folder}/engine.sock"
+    adapter_address = f"ipc://{run_folder}{_LONGEST_SOCKET}"
+    adapters = AdapterProcessStart(
+        config=_adapter_config(config, base), address=adapter_address, host_arena_fd=host_arena_fd
+    )
+    engine = {
+        "config": _engine_config(config, base),
+        "api_address": api_address,
+        "adapter_address": adapter_address,
+        "host_arena_fd": host_arena_fd,
+        "log_level": config.log_level,
+    }
+    api = ApiStart(
+        listen=config.listen,
+        reuse_port=config.api_processes > 1,
+        model_folder=str(base.folder),
+        model_id=base.model_id,
+        api_address=api_address,
+        adapter_address=adapter_address,
+        drain_grace=config.drain_grace,
+        log_level=config.log_level,
+    )
+    # A new adapter process waits for the engine, which may still read the arena that it would write.
+    again = msgspec.structs.replace(adapters, wait_for_engine=True)
+    api_grace = config.drain_grace + _STOP_SECONDS
+    return [
+        _spec("adapters", "inference_service.adapters.process", adapters, again, fds=(host_arena_fd,)),
+        _spec("engine", "inference_service.engine.process", engine, engine, fds=(host_arena_fd,)),
+        *(
+            _spec("api", "inference_service.server", api, api, stage=0, grace=api_grace, hears_events=True)
+            for _ in range(config.api_processes)
+        ),
+    ]
+
+
+def _spec(
+    role: str,
+    module: str,
+    start: msgspec.Struct | Mapping[str, Any],
+    restart: msgspec.Struct | Mapping[str, Any],
+    *,
+    stage: int = 1,
+    grace: float = _STOP_SECONDS,
+    fds: tuple[int, ...] = (),
+    hears_events: bool = False,
+) -> ChildSpec:
+    argv = (sys.executable, "-m", module)
+    lines = (msgspec.json.encode(start), msgspec.json.encode(restart))
+    return ChildSpec(role, argv, *lines, stage=stage, grace=grace, pass_fds=fds, hears_events=hears_events)
+
+
+def _adapter_config(config: InferenceConfig, base: BaseModel) -> AdapterProcessConfig:
+    return AdapterProcessConfig(
+        registry=config.registry,
+        base_model=base.model_id,
+        model_folder=str(base.folder),
+        dtype=base.dtype,
+        cache_dir=str(config.cache_dir.expanduser().absolute()),
+        disk_bytes=parse_size(config.disk_bytes),
+        file_roots={name: str(Path(root).expanduser().absolute()) for name, root in config.file_roots.items()},
+        max_stale=config.max_stale,
+        log_level=config.log_level,
+    )
+
+
+def _engine_config(config: InferenceConfig, base: BaseModel) -> EngineConfig:
+    try:
+        return EngineConfig(
+            model=str(base.folder),
+            weights_fingerprint=base.weights_fingerprint,
+            device=base.device,
+            dtype=base.dtype,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_batched_tokens=config.max_batched_tokens,
+            kv_cache_bytes=_size(config.kv_cache_memory),
+            adapter_memory_bytes=_size(config.adapter_memory),
+            max_adapters=config.max_adapters,
+            threads=config.threads,
+            prefix_caching=config.prefix_caching,
+            max_queue=config.max_queue,
+        )
+    except ValueError as error:
+        raise InvalidArgument.of(str(error).split()[0], str(error)) from error
+
+
+def _size(text: str | None) -> int | None:
+    return None if text is None else parse_size(text)

@@ -1,0 +1,167 @@
+"""An API process: gRPC in front of one engine and one adapter process. Composition root and entry point.
+
+Its first line of standard input is an `ApiStart`; further lines are events of the supervisor, which closes the pipe
+only by dying. SIGTERM drains.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import uvloop
+
+from inference_service import control_servicer, servicer
+from inference_service.adapters.client import AdapterClient
+from inference_service.availability import Availability
+from inference_service.config import EXIT_CONFIG, ApiStart
+from inference_service.control_servicer import ControlServicer
+from inference_service.engine.client import EngineClient
+from inference_service.served_model import ServedModel, load_served_model
+from inference_service.servicer import InferenceServicer
+from inference_service.types import EngineReady
+from loraplex.inference.v1.control_pb2_grpc import add_AdapterControlServiceServicer_to_server
+from loraplex.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from shared import log as log_setup
+from shared.errors import EngineUnavailable, InvalidArgument, LoraplexError
+from shared.grpc_server import BoundServer, create_server, drain
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAMES = ("loraplex.inference.v1.InferenceService", "loraplex.inference.v1.AdapterControlService")
+_RETRY_HELLO_SECONDS = 0.05
+
+
+class Event(msgspec.Struct, frozen=True):
+    """What an API process is told later."""
+
+    event: str
+
+
+class Engine(servicer.Engine, control_servicer.Engine, Protocol):
+    """`engine.client.EngineClient`, as far as an API process uses it."""
+
+    async def hello(self) -> EngineReady: ...
+    async def wait_down(self) -> None: ...
+
+
+@dataclass
+class ApiServer:
+    """A started API server. `port` is the one it listens on."""
+
+    bound: BoundServer
+    availability: Availability
+    following: asyncio.Task[None]
+
+    @property
+    def port(self) -> int:
+        return self.bound.port
+
+    async def stop(self, grace: float) -> None:
+        """Drain: refuse new requests with DRAINING, give running ones `grace` seconds, then cut what is left."""
+        until = time.monotonic() + grace
+        self.availability.is_draining = True
+        self.following.cancel()
+        await self.bound.readiness.set(serving=False)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                await self.availability.idle.wait()
+        await drain(self.bound, max(0.0, until - time.monotonic()))
+
+
+async def start(
+    listen: str, model: ServedModel, engine: Engine, adapters: control_servicer.Adapters, *, reuse_port: bool = False
+) -> ApiServer:
+    """Start serving at `listen`; ready as soon as the engine is.
+
+    Raises:
+        Unavailable: the address is taken.
+    """
+    availability = Availability()
+
+    def register(server: Any) -> None:
+        inference = InferenceServicer(model, engine, adapters, availability)
+        add_InferenceServiceServicer_to_server(inference, server)
+        add_AdapterControlServiceServicer_to_server(ControlServicer(engine, adapters), server)
+
+    bound = await create_server(listen, register, SERVICE_NAMES, reuse_port=reuse_port)
+    await bound.server.start()
+    following = asyncio.create_task(_follow_engine(engine, availability, bound))
+    return ApiServer(bound, availability, following)
+
+
+async def _follow_engine(engine: Engine, availability: Availability, bound: BoundServer) -> None:
+    """SERVING while there is a warm engine, NOT_SERVING while there is none."""
+    while True:
+        try:
+            availability.engine = await engine.hello()
+        except EngineUnavailable:
+            await asyncio.sleep(_RETRY_HELLO_SECONDS)
+            continue
+        await bound.readiness.set(serving=True)
+        log.info("serving", extra={"port": bound.port})
+        await engine.wait_down()
+        availability.engine = None
+        await bound.readiness.set(serving=False)
+        log.warning("the engine is gone")
+
+
+async def _standard_input() -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader
+
+
+async def _follow_events(reader: asyncio.StreamReader, engine: EngineClient, adapters: AdapterClient) -> None:
+    """Pass on what the supervisor says; returns when it is gone."""
+    while line := await reader.readline():
+        match msgspec.json.decode(line, type=Event).event:
+            case "engine_down":
+                engine.engine_down()
+            case "adapters_down":
+                adapters.adapters_down()
+
+
+async def run() -> None:
+    """Serve until SIGTERM or until the supervisor is gone."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    reader = await _standard_input()
+    settings = msgspec.json.decode(await reader.readline(), type=ApiStart)
+    log_setup.setup("inference-api", settings.log_level)
+    model = load_served_model(Path(settings.model_folder), settings.model_id)
+    identity = f"api-{os.getpid()}"
+    engine = EngineClient(settings.api_address, identity)
+    adapters = AdapterClient.start(settings.adapter_address, identity)
+    server = await start(settings.listen, model, engine, adapters, reuse_port=settings.reuse_port)
+    log.info("listening", extra={"port": server.port})
+    parent = asyncio.create_task(_follow_events(reader, engine, adapters))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait([parent, stopping], return_when=asyncio.FIRST_COMPLETED)
+    await server.stop(settings.drain_grace if stop.is_set() else 0.0)
+    parent.cancel()
+    stopping.cancel()
+    await engine.close()
+    await adapters.close()
+
+
+def main() -> int:
+    """Entry point; the exit code. What prevents a start is one line on standard error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides when to stop
+    try:
+        uvloop.run(run())
+    except LoraplexError as error:
+        print(f"error: {error.reason}: {error.message}", file=sys.stderr)
+        return EXIT_CONFIG if isinstance(error, InvalidArgument) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

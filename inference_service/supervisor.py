@@ -1,0 +1,100 @@
+"""Starts the processes of one replica, tells them of each other's deaths, restarts them, and stops them in order."""
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from inference_service.child import Child, ChildSpec, stop_in_stages
+from inference_service.config import EXIT_CONFIG
+
+log = logging.getLogger(__name__)
+
+
+class RestartPolicy(NamedTuple):
+    """A process that lived less than `quick_seconds` failed quickly; `max_quick_failures` in a row end the replica.
+
+    A restart waits `first_delay` seconds, twice as long after each further quick failure, at most `max_delay`.
+    """
+
+    quick_seconds: float = 10.0
+    max_quick_failures: int = 3
+    first_delay: float = 0.25
+    max_delay: float = 10.0
+
+    def delay(self, failures: int) -> float:
+        """Seconds to wait after `failures` quick failures in a row."""
+        return float(min(self.first_delay * 2 ** max(failures - 1, 0), self.max_delay))
+
+
+class Supervisor:
+    """Keeps the processes of `specs` running."""
+
+    def __init__(self, specs: Sequence[ChildSpec], policy: RestartPolicy | None = None) -> None:
+        self.failure: str | None = None
+        self._children = [Child(spec) for spec in specs]
+        self._policy = policy or RestartPolicy()
+        self._ended = asyncio.Event()
+
+    async def run(self) -> int:
+        """Run until SIGTERM, SIGINT or a failure that no restart mends; all children have ended when it returns.
+
+        Returns the exit code: 0 after a signal; else 1, and `failure` says why.
+        """
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._ended.set)
+        keeping = [asyncio.create_task(self._keep(child)) for child in self._children]
+        try:
+            await self._ended.wait()
+        finally:
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
+            await stop_in_stages(self._children)
+        return 0 if self.failure is None else 1
+
+    async def _keep(self, child: Child) -> None:
+        """Start a child, and again whenever it ends."""
+        role, failures, is_restart = child.spec.role, 0, False
+        while True:
+            started = time.monotonic()
+            await self._spawn(child, is_restart=is_restart)
+            code = await child.wait()
+            self._tell_others(child, f"{role}_down")  # at once: streams hang until they hear it
+            await child.finish_output()
+            is_quick = time.monotonic() - started < self._policy.quick_seconds
+            failures = failures + 1 if is_quick else 0
+            reason = _reason(child, code)
+            if code == EXIT_CONFIG or failures >= self._policy.max_quick_failures:
+                self._fail(reason)
+                return
+            log.warning("%s; starting it again", reason)
+            await asyncio.sleep(self._policy.delay(failures))
+            is_restart = True
+
+    async def _spawn(self, child: Child, *, is_restart: bool) -> None:
+        try:
+            await child.spawn(is_restart=is_restart)
+        except OSError as error:
+            self._fail(f"the {child.spec.role} process cannot be started: {error}")
+            raise
+        if is_restart:
+            self._tell_others(child, f"{child.spec.role}_up")
+
+    def _tell_others(self, child: Child, event: str) -> None:
+        for other in self._children:
+            if other is not child:
+                other.tell(event)
+
+    def _fail(self, reason: str) -> None:
+        self.failure = self.failure or reason
+        self._ended.set()
+
+
+def _reason(child: Child, code: int) -> str:
+    ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    words = f": {child.last_words}" if child.last_words else ""
+    return f"the {child.spec.role} process {ending}{words}"

@@ -1,0 +1,309 @@
+"""What the processes of one replica say to each other: msgspec structs, as msgpack on the wire.
+
+    API process  ──Submit, Abort, LoadAdapter, …──▶  engine process  ──StepOutput, Reply──▶  API process
+    API process  ──Prepare, ListStaged, …──▶  adapter process  ──Reply──▶  API process
+    engine process  ──EngineStarted, Acquire, Release──▶  adapter process  ──Acquired, AcquireFailed──▶  engine process
+
+Times are seconds of CLOCK_MONOTONIC, which all processes of one machine share.
+"""
+
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from shared.errors import ErrorRecord
+
+FinishReason = Literal["stop", "length"]
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How the next token is chosen. Defaults are those of the public contract."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    n: int = 1
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """When the engine stops a sequence by itself. Stop strings belong to the API process."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class GenerateSpec(msgspec.Struct, frozen=True):
+    """One request as the engine sees it.
+
+    `logprobs`: number of top alternatives beside the chosen token, or None for no logprobs at all.
+    `prompt_logprobs`: likewise for prompt positions 1…
+    `tenant` and `cache_salt` seed the prefix cache together with the adapter's digest.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    stop: Stop
+    adapter_digest: str | None = None
+    tenant: str = "default"
+    cache_salt: str = ""
+    priority: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    arrival: float = 0.0
+    deadline: float | None = None
+
+
+# ---- API process → engine process
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """First message of an API process; answered by `EngineReady` once the engine is warm."""
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    spec: GenerateSpec
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """Free what the request holds. With `index`, only that sequence. Unknown ids are ignored."""
+
+    request_id: str
+    index: int | None = None
+
+
+class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Bring an adapter into a slot; answered by `Reply` when it is READY (at once if not `wait`)."""
+
+    call_id: int
+    digest: str
+    pinned: bool
+    wait: bool
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Drain and free a slot; with `force` its sequences end with AdapterUnloaded. Answered by `Reply`."""
+
+    call_id: int
+    digest: str
+    force: bool
+
+
+class ListResident(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+
+
+EngineRequest = Hello | Submit | Abort | LoadAdapter | UnloadAdapter | ListResident
+
+
+# ---- engine process → API process
+
+
+class EngineReady(msgspec.Struct, tag=True, frozen=True):
+    """The engine is warm. What the API process must know of it."""
+
+    max_model_len: int
+    max_num_seqs: int
+    num_blocks: int
+    block_size: int
+    arena_bytes: int
+    device: str
+    dtype: str
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-softmax of the raw float32 logits: the chosen token's, and the top alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """The request was admitted for the first time."""
+
+    request_id: str
+    cached_tokens: int
+    queue_seconds: float
+    adapter_seconds: float
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt positions 1… in order (position 0 has no distribution)."""
+
+    request_id: str
+    tokens: list[TokenLogprobs]
+
+
+class SequenceDelta(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one sequence in one step. `matched_token`: the stop token id that ended it (also in token_ids)."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    matched_token: int | None = None
+
+
+class RequestFailed(msgspec.Struct, frozen=True, array_like=True):
+    request_id: str
+    error: ErrorRecord
+
+
+class StepOutput(msgspec.Struct, tag=True, frozen=True):
+    """Everything one engine step has for one API process. Parts apply in field order."""
+
+    started: list[Started] = []
+    prompt_logprobs: list[PromptLogprobs] = []
+    deltas: list[SequenceDelta] = []
+    failed: list[RequestFailed] = []
+
+
+class ResidentAdapter(msgspec.Struct, frozen=True):
+    digest: str
+    size_bytes: int
+    rank: int
+    pinned: bool
+    active_requests: int
+
+
+class Reply(msgspec.Struct, tag=True, frozen=True):
+    """Answer to the call with `call_id`, from the engine or from the adapter process."""
+
+    call_id: int
+    error: ErrorRecord | None = None
+    adapter: "PreparedAdapter | None" = None
+    resident: list[ResidentAdapter] = []
+    staged: "list[StagedAdapter]" = []
+
+
+EngineResponse = EngineReady | StepOutput | Reply
+
+
+# ---- API process → adapter process
+
+
+class PreparedAdapter(msgspec.Struct, frozen=True):
+    """A resolved adapter whose verified files are on this machine. `version` is the full resource name."""
+
+    version: str
+    digest: str
+    rank: int
+    size_bytes: int
+    has_tokenizer: bool = False
+    has_chat_template: bool = False
+
+
+class StagedAdapter(msgspec.Struct, frozen=True):
+    """An adapter in the disk or host tier. `size_bytes`: of the files, or of the blob when in host memory."""
+
+    version: str
+    digest: str
+    level: Literal["DISK", "HOST"]
+    rank: int
+    size_bytes: int
+
+
+class Prepare(msgspec.Struct, tag=True, frozen=True):
+    """Resolve a reference and stage its files. `reference` is canonical (`shared.references`)."""
+
+    call_id: int
+    reference: str
+    choice_key: str = ""
+
+
+class DropStaged(msgspec.Struct, tag=True, frozen=True):
+    """Forget an adapter's blob in host memory (its files stay on disk)."""
+
+    call_id: int
+    digest: str
+
+
+class ListStaged(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+
+
+# ---- engine process ↔ adapter process
+
+
+class ModuleLayout(NamedTuple):
+    """Where one module of one layer lies in an adapter's chunk for that layer.
+
+    A is `[rank, in]` row-major; B is stored rank-major, `[rank, out]`. Offsets are bytes from the start of the
+    chunk, multiples of 16. `module` indexes `shared.base_model.MODULES`. `scale` is α/r (or α/√r).
+    """
+
+    module: int
+    rank: int
+    scale: float
+    a_offset: int
+    b_offset: int
+
+
+class ChunkLayout(NamedTuple):
+    """One layer's part of an adapter's blob: `nbytes` from `offset` in the blob. Both are multiples of 16."""
+
+    layer: int
+    offset: int
+    nbytes: int
+    modules: tuple[ModuleLayout, ...]
+
+
+class BlobLayout(msgspec.Struct, frozen=True):
+    """An adapter as it lies in the host arena and on the device. Layers without modules have no chunk."""
+
+    nbytes: int
+    rank: int
+    dtype: str
+    chunks: tuple[ChunkLayout, ...]
+
+
+class EngineStarted(msgspec.Struct, tag=True, frozen=True):
+    """First message of an engine, and again when it learns that the adapter process was replaced: it holds no blob."""
+
+
+class Acquire(msgspec.Struct, tag=True, frozen=True):
+    """The engine wants the blob of `digest`; the adapter process holds it in the host arena until `Release`."""
+
+    digest: str
+
+
+class Release(msgspec.Struct, tag=True, frozen=True):
+    digest: str
+
+
+class Acquired(msgspec.Struct, tag=True, frozen=True):
+    """`host_offset`: bytes from the start of the host arena, a multiple of 16."""
+
+    digest: str
+    host_offset: int
+    layout: BlobLayout
+
+
+class AcquireFailed(msgspec.Struct, tag=True, frozen=True):
+    digest: str
+    error: ErrorRecord
+
+
+AdapterRequest = Prepare | DropStaged | ListStaged | EngineStarted | Acquire | Release
+AdapterResponse = Reply | Acquired | AcquireFailed
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """`message` as msgpack."""
+    return msgspec.msgpack.encode(message)
+
+
+decode_engine_request = msgspec.msgpack.Decoder(EngineRequest).decode
+decode_engine_response = msgspec.msgpack.Decoder(EngineResponse).decode
+decode_adapter_request = msgspec.msgpack.Decoder(AdapterRequest).decode
+decode_adapter_response = msgspec.msgpack.Decoder(AdapterResponse).decode

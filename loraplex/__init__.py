@@ -1,0 +1,6 @@
+"""Loraplex for its users: the Python client, the command line and the generated gRPC stubs."""
+
+from loraplex.client import Client
+from shared.errors import LoraplexError
+
+__all__ = ["Client", "LoraplexError"]

@@ -1,0 +1,1 @@
+"""The `loraplex` command line: one file a group of commands."""

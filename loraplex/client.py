@@ -1,0 +1,124 @@
+"""The Python client of both services.
+
+async with Client("localhost:50052") as client:
+    async for event in client.generate("Tell me a joke.", adapter="pirate"):
+        print(event.delta.text, end="")
+"""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import grpc
+
+from loraplex.inference.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from loraplex.registry.v1 import registry_pb2_grpc
+from shared.errors import LoraplexError
+from shared.status import from_rpc_error
+
+Response = TypeVar("Response")
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+_MAX_MESSAGE_BYTES = 16 << 20
+
+
+class Client:
+    """Speaks to one inference service, one registry, or both.
+
+    `registry`, `inference` and `control` are the generated stubs, for every RPC of the contract. Their failures are
+    `grpc.aio.AioRpcError`; `call` and `generate` raise `LoraplexError` with the reason instead.
+
+    Args:
+        inference: "host:port" of an inference service, for `inference`, `control` and `generate`.
+        registry: "host:port" of a registry service, for `registry`.
+    """
+
+    def __init__(self, inference: str = "localhost:50052", registry: str = "localhost:50051") -> None:
+        self._inference_channel = _channel(inference, "loraplex.inference.v1.InferenceService")
+        self._registry_channel = _channel(registry, "loraplex.registry.v1.AdapterRegistryService")
+        self.inference = inference_pb2_grpc.InferenceServiceStub(self._inference_channel)
+        self.control = control_pb2_grpc.AdapterControlServiceStub(self._inference_channel)
+        self.registry = registry_pb2_grpc.AdapterRegistryServiceStub(self._registry_channel)
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes both channels; running streams end."""
+        await self._inference_channel.close(None)
+        await self._registry_channel.close(None)
+
+    async def call(self, rpc: Awaitable[Response]) -> Response:
+        """The answer of a unary RPC: `await client.call(client.registry.GetAdapter(request))`.
+
+        Raises:
+            LoraplexError: the RPC failed; `reason`, `message` and `metadata` say why.
+        """
+        try:
+            return await rpc
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str = "",
+        timeout: float | None = None,  # noqa: ASYNC109 - the RPC's deadline, which the server honours too
+        stop: Mapping[str, Any] | None = None,
+        output: Mapping[str, Any] | None = None,
+        request: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Streams the events of one request.
+
+        Args:
+            prompt: Text, token ids, or chat messages `{"role": …, "content": …}`.
+            adapter: Reference such as `pirate`, `team/pirate@prod`; empty for the base model.
+            timeout: Seconds until the request is given up.
+            stop, output, request: Fields of the messages Stop, Output and GenerateRequest.
+            **sampling: Fields of the message Sampling, such as `temperature=0`.
+
+        Raises:
+            LoraplexError: the request failed; `reason`, `message` and `metadata` say why.
+        """
+        fields = {**_prompt_field(prompt), "sampling": sampling, "stop": stop, "output": output, **(request or {})}
+        message = inference_pb2.GenerateRequest(adapter=adapter, **fields)
+        call = self.inference.Generate(message, timeout=timeout)
+        try:
+            async for event in call:
+                yield event
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()
+
+
+def _channel(address: str, service: str) -> grpc.aio.Channel:
+    """A channel that balances over all addresses of a name, and only over those where `service` is SERVING."""
+    balancing = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": service}}
+    return grpc.aio.insecure_channel(
+        address,
+        options=[
+            ("grpc.service_config", json.dumps(balancing)),
+            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        ],
+    )
+
+
+def _prompt_field(prompt: Prompt) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    if prompt and isinstance(prompt[0], Mapping):
+        return {"chat": {"messages": list(prompt)}}
+    return {"token_ids": {"ids": list(prompt)}}
+
+
+__all__ = ["Client", "LoraplexError"]

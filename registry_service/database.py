@@ -1,0 +1,141 @@
+"""Transactions on SQLite or Postgres. Work is a coroutine function that takes a session, so that it can be repeated.
+
+SQLite: the driver's own transaction control is off; writes begin IMMEDIATE, so a writer waits at its start and never
+fails in its middle. Postgres: reads see one snapshot; writes run READ COMMITTED and lock the rows they decide by.
+"""
+
+import asyncio
+import logging
+import random
+import sqlite3
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from sqlalchemy import Connection, event
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+
+from shared.errors import RegistryUnavailable
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Work = Callable[[AsyncSession], Awaitable[T]]
+
+_ATTEMPTS = 5
+_RETRY_SECONDS = 1.0
+_BUSY_MILLISECONDS = 15_000
+_UNAVAILABLE = "the registry's database is unavailable"
+_SQLITE_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_SQLITE_BROKEN = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY)
+_REPEATABLE_STATES = ("40001", "40P01")  # serialization_failure, deadlock_detected
+_LOST_CLASSES = ("08", "57P", "53", "3D")  # connection, shutting down or starting, out of something, no such database
+
+
+class Database:
+    """An engine, and the only two ways to use it: `read` and `write`."""
+
+    def __init__(self, url: str) -> None:
+        """`url` is sqlite:///PATH or postgresql://…, as in the configuration."""
+        self.engine = _create_engine(url)
+        writing = self.engine.execution_options(is_write=True)
+        reading = self.engine
+        if not is_sqlite(url):
+            reading = reading.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        self._readers = async_sessionmaker(reading, expire_on_commit=False)
+        self._writers = async_sessionmaker(writing, expire_on_commit=False)
+
+    async def read(self, work: Work[T]) -> T:
+        """The result of `work` in one read-only transaction."""
+        return await self._repeat(self._readers, work)
+
+    async def write(self, work: Work[T]) -> T:
+        """The result of `work` in one transaction, committed. `work` is repeated if it lost a race, so it must have no
+        effect but on its session.
+
+        Raises:
+            RegistryUnavailable: the database cannot be reached.
+        """
+        return await self._repeat(self._writers, work)
+
+    async def close(self) -> None:
+        """Closes every connection."""
+        await self.engine.dispose()
+
+    async def _repeat(self, sessions: async_sessionmaker[AsyncSession], work: Work[T]) -> T:
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                async with sessions.begin() as session:
+                    return await work(session)
+            except (DBAPIError, PoolTimeout, OSError) as error:
+                kind = _kind(error)
+                if kind == "bug" or (attempt == _ATTEMPTS and isinstance(error, IntegrityError)):
+                    raise
+                if kind == "lost" or attempt == _ATTEMPTS:
+                    log.warning("the database cannot be used: %s", error)
+                    raise RegistryUnavailable(_UNAVAILABLE, retry_after=_RETRY_SECONDS) from None
+                await asyncio.sleep(random.uniform(0, 0.02) * attempt)
+        raise AssertionError("unreachable")
+
+
+def is_sqlite(url: str) -> bool:
+    """Whether a configured URL names the embedded database."""
+    return url.startswith("sqlite:")
+
+
+def driver_url(url: str, *, is_async: bool) -> str:
+    """A configured URL with the driver that SQLAlchemy shall use."""
+    if is_sqlite(url):
+        return url.replace("sqlite:", "sqlite+aiosqlite:" if is_async else "sqlite+pysqlite:", 1)
+    return url.replace("postgresql:", "postgresql+psycopg:", 1)
+
+
+def _create_engine(url: str) -> AsyncEngine:
+    if is_sqlite(url):
+        Path(url.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        engine = create_async_engine(driver_url(url, is_async=True), pool_size=8)
+        configure_sqlite(engine.sync_engine)
+        return engine
+    # Prepared statements do not survive a transaction pooler between us and Postgres.
+    return create_async_engine(
+        driver_url(url, is_async=True),
+        pool_size=10,
+        pool_timeout=10,
+        pool_pre_ping=True,
+        connect_args={"prepare_threshold": None, "connect_timeout": 5},
+    )
+
+
+def configure_sqlite(engine: Any) -> None:
+    """Makes a (synchronous) SQLite engine keep foreign keys and begin transactions as this module says."""
+
+    @event.listens_for(engine, "connect")
+    def on_connect(connection: Any, _record: object) -> None:
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        for pragma in ("journal_mode=WAL", f"busy_timeout={_BUSY_MILLISECONDS}", "foreign_keys=ON", "synchronous=FULL"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def on_begin(connection: Connection) -> None:
+        is_write = connection.get_execution_options().get("is_write", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if is_write else "BEGIN")
+
+
+def _kind(error: Exception) -> Literal["lost", "race", "bug"]:
+    """What a failed statement means: no usable database, a lost race (repeat it), or a mistake in it."""
+    if not isinstance(error, DBAPIError):
+        return "lost"
+    if isinstance(error, IntegrityError):
+        return "race"  # rules are checked first, so only somebody else's row can be in the way
+    if isinstance(error.orig, sqlite3.Error):
+        code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF
+        return "race" if code in _SQLITE_BUSY else "lost" if code in _SQLITE_BROKEN else "bug"
+    state = getattr(error.orig, "sqlstate", None)
+    if state in _REPEATABLE_STATES:
+        return "race"
+    no_answer = state is None and isinstance(error, OperationalError)
+    return "lost" if error.connection_invalidated or no_answer or str(state).startswith(_LOST_CLASSES) else "bug"

@@ -1,0 +1,83 @@
+"""Schema migrations: `upgrade` brings a database to this code's schema, `check` says whether it is there.
+
+SQLite is upgraded at start-up. Postgres is upgraded by `python -m registry_service migrate` only, under a lock.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, create_engine, text
+from sqlalchemy.exc import OperationalError
+
+from registry_service.database import configure_sqlite, driver_url, is_sqlite
+from shared.errors import RegistryUnavailable
+
+_LOCK_KEY = 0x6C6F7261  # any number, the same for every registry
+# alembic keeps its context in module globals.
+_alembic = threading.Lock()
+
+
+class SchemaOutdated(Exception):
+    """The database's schema is not the one that this code was written for."""
+
+
+def upgrade(url: str, revision: str = "head") -> None:
+    """Brings the database at `url` (as configured) to `revision`, in one transaction. Blocks."""
+    with _alembic, _connection(url) as connection:
+        command.upgrade(_config(connection), revision)
+
+
+def downgrade(url: str, revision: str = "base") -> None:
+    """Takes the database back to `revision`, in one transaction. Blocks."""
+    with _alembic, _connection(url) as connection:
+        command.downgrade(_config(connection), revision)
+
+
+def check(url: str) -> None:
+    """Returns if the schema is this code's. Blocks.
+
+    Raises:
+        SchemaOutdated: says what to run.
+        RegistryUnavailable: no database answers.
+    """
+    with _connection(url) as connection:
+        found = MigrationContext.configure(connection).get_current_revision()
+        wanted = ScriptDirectory.from_config(_config(connection)).get_current_head()
+    if found != wanted:
+        state = f"at revision {found}" if found else "without tables"
+        raise SchemaOutdated(
+            f"the database is {state}, this registry needs {wanted}: run `loraplex registry migrate` with the same "
+            "--database"
+        )
+
+
+@contextmanager
+def _connection(url: str) -> Iterator[Connection]:
+    """A transaction that nobody else migrates in."""
+    if is_sqlite(url):
+        Path(url.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+    engine = create_engine(driver_url(url, is_async=False), execution_options={"is_write": True})
+    if is_sqlite(url):
+        configure_sqlite(engine)
+    try:
+        with engine.begin() as connection:
+            if not is_sqlite(url):
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK_KEY})
+            yield connection
+    except OperationalError as error:
+        raise RegistryUnavailable(f"the registry's database cannot be used: {error.orig}") from error
+    finally:
+        engine.dispose()
+
+
+def _config(connection: Connection) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config

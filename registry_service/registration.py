@@ -1,0 +1,286 @@
+"""RegisterAdapter: validate a source against its base model, then write the version in one short transaction.
+
+Nothing is written before the validation is done, and nothing of a registration that failed remains. The rules are
+looked at twice: before the files are read, so that a request that cannot succeed costs nothing, and in the transaction.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from registry_service import repository
+from registry_service.database import Database
+from registry_service.models import UPSERT, Adapter, AdapterVersion, BaseModel, RequestId
+from registry_service.repository import AdapterView, RequestKey
+from registry_service.rows import new_adapter, new_version, pinned_source
+from registry_service.single_flight import SingleFlight, request_id_reused
+from registry_service.validation import Limits, ValidatedAdapter, validate
+from shared.base_model import parse_config
+from shared.errors import (
+    AdapterDeleted,
+    BaseModelMismatch,
+    BaseModelUnknown,
+    CredentialNotAllowed,
+    InvalidArgument,
+    SourceUnavailable,
+)
+from shared.references import adapter_name
+
+REQUEST_ID_LIFE = timedelta(days=1)
+VALIDATION_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A checked request. `base_model` is an id, empty for that of the existing adapter; `request_id` may be empty."""
+
+    namespace: str
+    adapter_id: str
+    base_model: str
+    source_uri: str
+    credential_ref: str
+    labels: Mapping[str, str]
+    description: str
+    aliases: tuple[str, ...]
+    request_id: str
+    validate_only: bool
+
+    def request_hash(self) -> str:
+        """Equal for equal requests."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+class Registered(NamedTuple):
+    """The answer. With validate_only `version.number` is 0 and nothing was written."""
+
+    view: AdapterView
+    version: AdapterVersion
+    created: bool
+    revision: int
+
+
+class Registrar:
+    """Registers adapters. Holds the registrations that run and the threads that read files."""
+
+    def __init__(self, database: Database, roots: Mapping[str, Path], limits: Limits, time_limit: float) -> None:
+        self._database = database
+        self._roots = roots
+        self._limits = limits
+        self._time_limit = time_limit
+        self._flights: SingleFlight[Registered] = SingleFlight()
+        self._threads = ThreadPoolExecutor(VALIDATION_THREADS, thread_name_prefix="validation")
+
+    async def register(self, caller: str, request: Registration) -> Registered:
+        """Register, or answer as before. With a request id the work outlives a caller that leaves; a retry joins it.
+
+        Raises:
+            BaseModelUnknown, BaseModelMismatch, AdapterDeleted, RequestIdReused, CredentialNotAllowed: the rules.
+            InvalidArgument and everything that `validation.validate` raises.
+        """
+        if request.validate_only or not request.request_id:
+            return await self._limited(caller, request)
+        key = RequestKey(caller, request.namespace, request.request_id)
+        return await self._flights.run(key, request.request_hash(), lambda: self._limited(caller, request))
+
+    async def close(self) -> None:
+        """Gives up what still runs."""
+        await self._flights.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _limited(self, caller: str, request: Registration) -> Registered:
+        try:
+            async with asyncio.timeout(self._time_limit):
+                return await self._register(caller, request)
+        except TimeoutError:
+            raise SourceUnavailable(
+                f"the registration took longer than {self._time_limit:g} seconds", metadata={"uri": request.source_uri}
+            ) from None
+
+    async def _register(self, caller: str, request: Registration) -> Registered:
+        if request.credential_ref:
+            raise CredentialNotAllowed(
+                f"no credential is called {request.credential_ref!r:.100}",
+                metadata={"credential_ref": request.credential_ref[:100]},
+            )
+        found = await self._database.read(lambda session: _before(session, caller, request))
+        if isinstance(found, Registered):
+            return found
+        checked = await asyncio.get_running_loop().run_in_executor(self._threads, self._validate, request, found)
+        finish = _pretend if request.validate_only else _write
+        transaction = self._database.read if request.validate_only else self._database.write
+        return await transaction(lambda session: finish(session, caller, request, checked))
+
+    def _validate(self, request: Registration, base: BaseModel) -> ValidatedAdapter:
+        model = parse_config(json.loads(base.config_json))
+        return validate(request.source_uri, self._roots, base.id, model, self._limits)
+
+
+async def _before(session: AsyncSession, caller: str, request: Registration) -> "Registered | BaseModel":
+    if (answered := await _answered(session, caller, request, _now())) is not None:
+        return answered
+    adapter = await repository.adapter(session, request.namespace, request.adapter_id)
+    return await _base_model(session, request, adapter)
+
+
+async def _write(session: AsyncSession, caller: str, request: Registration, checked: ValidatedAdapter) -> Registered:
+    now = _now()
+    if (answered := await _answered(session, caller, request, now)) is not None:
+        return answered
+    adapter = await repository.adapter(session, request.namespace, request.adapter_id, lock=True)
+    base = await _base_model(session, request, adapter)
+    if adapter is None:
+        adapter = _new_adapter(request, base, now)
+        session.add(adapter)
+        await session.flush()
+    version = await repository.live_version(session, adapter.uid, checked.digest)
+    if is_new := version is None:
+        version = _new_version(adapter, adapter.next_version, caller, request, base, checked, now)
+        adapter.next_version += 1
+        session.add(version)
+        await session.flush()
+    has_new_source = _add_source(version, checked, request)
+    has_new_aliases = await _set_aliases(session, adapter, version, request.aliases, now)
+    if is_new or has_new_source or has_new_aliases:
+        revision = await commit_change(session, adapter, UPSERT, now)
+    else:
+        revision = await repository.revision(session)
+    await _remember(session, caller, request, version, is_new, revision, now)
+    (view,) = await repository.views(session, [adapter])
+    return Registered(view, version, is_new, revision)
+
+
+async def commit_change(session: AsyncSession, adapter: Adapter, kind: str, now: datetime) -> int:
+    """Gives the changed adapter a new etag and writes the change log: the last thing before commit. The revision."""
+    adapter.generation += 1
+    adapter.update_time = now
+    return await repository.record_change(session, adapter, kind, now)
+
+
+async def _answered(session: AsyncSession, caller: str, request: Registration, now: datetime) -> Registered | None:
+    """The answer that this request id got before."""
+    if request.validate_only or not request.request_id:
+        return None
+    key = RequestKey(caller, request.namespace, request.request_id)
+    answer = await repository.stored_answer(session, key, now)
+    if answer is None:
+        return None
+    if answer.request_hash != request.request_hash():
+        raise request_id_reused()
+    version = await repository.version_by_uid(session, answer.version_uid)
+    adapter = await repository.adapter(session, request.namespace, request.adapter_id)
+    assert adapter is not None
+    (view,) = await repository.views(session, [adapter])
+    return Registered(view, version, answer.created, answer.revision)
+
+
+async def _pretend(session: AsyncSession, caller: str, request: Registration, checked: ValidatedAdapter) -> Registered:
+    """What would be written."""
+    now = _now()
+    adapter = await repository.adapter(session, request.namespace, request.adapter_id)
+    base = await _base_model(session, request, adapter)
+    known = None
+    view = AdapterView(_new_adapter(request, base, now))
+    if adapter is not None:
+        known = await repository.live_version(session, adapter.uid, checked.digest)
+        (view,) = await repository.views(session, [adapter])
+    version = _new_version(view.adapter, 0, caller, request, base, checked, now)
+    return Registered(view, version, known is None, await repository.revision(session))
+
+
+async def _base_model(session: AsyncSession, request: Registration, adapter: Adapter | None) -> BaseModel:
+    """The base model to validate against, if the adapter may be registered on it."""
+    name = adapter_name(request.namespace, request.adapter_id)
+    if adapter is not None and adapter.delete_time is not None:
+        raise AdapterDeleted(
+            f"{name} is deleted; undelete it first, or choose another name", metadata={"adapter": name}
+        )
+    wanted = request.base_model or (adapter.base_model if adapter is not None else "")
+    if not wanted:
+        raise InvalidArgument.of("base_model", "is required when the adapter is created")
+    base = await repository.base_model(session, wanted)
+    if base is None:
+        raise BaseModelUnknown(
+            f"base model {wanted} is not registered; a replica that serves it, or RegisterBaseModel, makes it known",
+            metadata={"base_model": wanted},
+        )
+    if adapter is not None and adapter.base_model != base.id:
+        raise BaseModelMismatch(
+            f"{name} is for base model {adapter.base_model}, not {base.id}",
+            metadata={"base_model": adapter.base_model, "requested": base.id, "adapter": name},
+        )
+    return base
+
+
+def _add_source(version: AdapterVersion, checked: ValidatedAdapter, request: Registration) -> bool:
+    """Adds where the content was found now, unless it is known."""
+    pinned = pinned_source(checked, request.credential_ref)
+    if pinned in version.pinned_sources:
+        return False
+    version.pinned_sources = [*version.pinned_sources, pinned]
+    return True
+
+
+async def _set_aliases(
+    session: AsyncSession, adapter: Adapter, version: AdapterVersion, aliases: Sequence[str], now: datetime
+) -> bool:
+    """Points the aliases at `version`. Returns whether any of them was elsewhere."""
+    has_changed = False
+    for alias in aliases:
+        current = await repository.alias_targets(session, adapter.uid, alias)
+        if [target.version.number for target in current] != [version.number]:
+            await repository.set_alias(session, adapter.uid, alias, [(version.number, 1.0)], now)
+            has_changed = True
+    return has_changed
+
+
+async def _remember(
+    session: AsyncSession,
+    caller: str,
+    request: Registration,
+    version: AdapterVersion,
+    is_new: bool,
+    revision: int,
+    now: datetime,
+) -> None:
+    if not request.request_id:
+        return
+    answer = RequestId(
+        caller=caller,
+        namespace=request.namespace,
+        request_id=request.request_id,
+        request_hash=request.request_hash(),
+        version_uid=version.uid,
+        created=is_new,
+        revision=revision,
+        expire_time=now + REQUEST_ID_LIFE,
+    )
+    await repository.store_answer(session, answer, now)
+
+
+def _new_adapter(request: Registration, base: BaseModel, now: datetime) -> Adapter:
+    return new_adapter(request.namespace, request.adapter_id, base.id, request.labels, request.description, now)
+
+
+def _new_version(
+    adapter: Adapter,
+    number: int,
+    caller: str,
+    request: Registration,
+    base: BaseModel,
+    checked: ValidatedAdapter,
+    now: datetime,
+) -> AdapterVersion:
+    source = {"uri": request.source_uri, "credential_ref": request.credential_ref}
+    return new_version(adapter, number, base, checked, source, caller, now)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)

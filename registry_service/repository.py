@@ -1,0 +1,224 @@
+"""Every query. Functions take the session of the transaction they belong to and hold no rules."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from sqlalchemy import delete, func, select, tuple_, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from registry_service.models import (
+    DELETED,
+    Adapter,
+    AdapterVersion,
+    Alias,
+    AliasTarget,
+    BaseModel,
+    Change,
+    RegistryState,
+    RequestId,
+)
+
+
+class Target(NamedTuple):
+    """A version that an alias names, and its share."""
+
+    version: AdapterVersion
+    weight: float
+
+
+class AliasView(NamedTuple):
+    """An alias and its targets as (version number, weight)."""
+
+    name: str
+    targets: tuple[tuple[int, float], ...]
+    update_time: datetime
+
+
+class AdapterView(NamedTuple):
+    """An adapter with what is shown along with it."""
+
+    adapter: Adapter
+    aliases: tuple[AliasView, ...] = ()
+    latest_version: int = 0
+
+
+class RequestKey(NamedTuple):
+    """What a request id is unique within."""
+
+    caller: str
+    namespace: str
+    request_id: str
+
+
+# ---- revision
+
+
+async def revision(session: AsyncSession) -> int:
+    """Number of committed changes."""
+    return (await session.execute(select(RegistryState.revision))).scalar_one()
+
+
+async def next_revision(session: AsyncSession) -> int:
+    """Counts one more change. The row's lock is held until commit, so this comes last: revisions are commit order."""
+    await session.flush()
+    counted = update(RegistryState).values(revision=RegistryState.revision + 1).returning(RegistryState.revision)
+    return (await session.execute(counted)).scalar_one()
+
+
+async def record_change(session: AsyncSession, adapter: Adapter, kind: str, now: datetime) -> int:
+    """Writes a change of `adapter` to the log, as the last thing in its transaction. Returns its revision."""
+    number = await next_revision(session)
+    session.add(Change(revision=number, adapter_uid=adapter.uid, kind=kind, create_time=now))
+    await session.flush()
+    return number
+
+
+# ---- base models
+
+
+async def base_model(session: AsyncSession, model_id: str, *, lock: bool = False) -> BaseModel | None:
+    """One base model; with `lock` nobody else can change it until commit."""
+    return await session.get(BaseModel, model_id, with_for_update=True if lock else None)
+
+
+async def base_models(session: AsyncSession, after: str, limit: int) -> Sequence[BaseModel]:
+    """Base models by id, those after `after`."""
+    query = select(BaseModel).where(BaseModel.id > after).order_by(BaseModel.id).limit(limit)
+    return (await session.scalars(query)).all()
+
+
+# ---- adapters
+
+
+async def adapter(session: AsyncSession, namespace: str, name: str, *, lock: bool = False) -> Adapter | None:
+    """One adapter, deleted or not; with `lock` nobody else can change it until commit."""
+    query = select(Adapter).where(Adapter.namespace == namespace, Adapter.name == name)
+    return (await session.scalars(query.with_for_update() if lock else query)).one_or_none()
+
+
+async def adapters(
+    session: AsyncSession, namespaces: Sequence[str], after: tuple[str, str], limit: int, *, show_deleted: bool
+) -> Sequence[Adapter]:
+    """Adapters by (namespace, name), those after `after`."""
+    query = select(Adapter).where(
+        Adapter.namespace.in_(namespaces), tuple_(Adapter.namespace, Adapter.name) > tuple_(*after)
+    )
+    if not show_deleted:
+        query = query.where(Adapter.delete_time.is_(None))
+    return (await session.scalars(query.order_by(Adapter.namespace, Adapter.name).limit(limit))).all()
+
+
+async def views(session: AsyncSession, rows: Sequence[Adapter]) -> list[AdapterView]:
+    """`rows` with their aliases and latest versions."""
+    uids = [row.uid for row in rows]
+    latest = await _latest_versions(session, uids)
+    aliases = await _aliases(session, uids)
+    return [AdapterView(row, tuple(aliases.get(row.uid, ())), latest.get(row.uid, 0)) for row in rows]
+
+
+async def _latest_versions(session: AsyncSession, uids: Sequence[str]) -> dict[str, int]:
+    query = (
+        select(AdapterVersion.adapter_uid, func.max(AdapterVersion.number))
+        .where(AdapterVersion.adapter_uid.in_(uids), AdapterVersion.state != DELETED)
+        .group_by(AdapterVersion.adapter_uid)
+    )
+    return {row[0]: row[1] for row in await session.execute(query)}
+
+
+async def _aliases(session: AsyncSession, uids: Sequence[str]) -> dict[str, list[AliasView]]:
+    query = (
+        select(AliasTarget).where(AliasTarget.adapter_uid.in_(uids)).order_by(AliasTarget.alias, AliasTarget.version)
+    )
+    targets: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for target in await session.scalars(query):
+        targets.setdefault((target.adapter_uid, target.alias), []).append((target.version, target.weight))
+    found: dict[str, list[AliasView]] = {}
+    for alias in await session.scalars(select(Alias).where(Alias.adapter_uid.in_(uids)).order_by(Alias.name)):
+        view = AliasView(alias.name, tuple(targets.get((alias.adapter_uid, alias.name), ())), alias.update_time)
+        found.setdefault(alias.adapter_uid, []).append(view)
+    return found
+
+
+# ---- versions
+
+
+async def version(session: AsyncSession, uid: str, number: int) -> AdapterVersion | None:
+    """One version of an adapter, deleted or not."""
+    query = select(AdapterVersion).where(AdapterVersion.adapter_uid == uid, AdapterVersion.number == number)
+    return (await session.scalars(query)).one_or_none()
+
+
+async def version_by_uid(session: AsyncSession, uid: str) -> AdapterVersion:
+    """A version that is known to exist."""
+    return await session.get_one(AdapterVersion, uid)
+
+
+async def live_version(session: AsyncSession, uid: str, digest: str) -> AdapterVersion | None:
+    """The adapter's live version with this content."""
+    query = select(AdapterVersion).where(
+        AdapterVersion.adapter_uid == uid, AdapterVersion.digest == digest, AdapterVersion.state != DELETED
+    )
+    return (await session.scalars(query)).one_or_none()
+
+
+async def latest_version(session: AsyncSession, uid: str) -> AdapterVersion | None:
+    """The adapter's highest live version."""
+    query = select(AdapterVersion).where(AdapterVersion.adapter_uid == uid, AdapterVersion.state != DELETED)
+    return (await session.scalars(query.order_by(AdapterVersion.number.desc()).limit(1))).one_or_none()
+
+
+async def versions(
+    session: AsyncSession, uid: str, before: int | None, limit: int, *, show_deleted: bool
+) -> Sequence[AdapterVersion]:
+    """An adapter's versions, newest first, those below `before` if given."""
+    query = select(AdapterVersion).where(AdapterVersion.adapter_uid == uid)
+    if before is not None:
+        query = query.where(AdapterVersion.number < before)
+    if not show_deleted:
+        query = query.where(AdapterVersion.state != DELETED)
+    return (await session.scalars(query.order_by(AdapterVersion.number.desc()).limit(limit))).all()
+
+
+# ---- aliases
+
+
+async def alias_targets(session: AsyncSession, uid: str, alias: str) -> list[Target]:
+    """What an alias names, highest weight first; empty if there is no such alias."""
+    query = (
+        select(AdapterVersion, AliasTarget.weight)
+        .join(
+            AliasTarget,
+            (AliasTarget.adapter_uid == AdapterVersion.adapter_uid) & (AliasTarget.version == AdapterVersion.number),
+        )
+        .where(AliasTarget.adapter_uid == uid, AliasTarget.alias == alias)
+        .order_by(AliasTarget.weight.desc(), AliasTarget.version.desc())
+    )
+    return [Target(row, weight) for row, weight in await session.execute(query)]
+
+
+async def set_alias(
+    session: AsyncSession, uid: str, alias: str, targets: Sequence[tuple[int, float]], now: datetime
+) -> None:
+    """Creates the alias or replaces its targets. The adapter's row must be locked."""
+    await session.merge(Alias(adapter_uid=uid, name=alias, update_time=now))
+    await session.execute(delete(AliasTarget).where(AliasTarget.adapter_uid == uid, AliasTarget.alias == alias))
+    await session.flush()
+    session.add_all(AliasTarget(adapter_uid=uid, alias=alias, version=number, weight=w) for number, w in targets)
+    await session.flush()
+
+
+# ---- request ids
+
+
+async def stored_answer(session: AsyncSession, key: RequestKey, now: datetime) -> RequestId | None:
+    """The answer given to a request id that has not expired."""
+    found = await session.get(RequestId, tuple(key))
+    return found if found is not None and found.expire_time > now else None
+
+
+async def store_answer(session: AsyncSession, answer: RequestId, now: datetime) -> None:
+    """Remembers an answer, and forgets those that have expired."""
+    await session.execute(delete(RequestId).where(RequestId.expire_time <= now))
+    session.add(answer)
+    await session.flush()

@@ -1,0 +1,1 @@
+"""What both services agree on. Nothing in this package imports torch."""

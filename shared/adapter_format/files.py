@@ -1,0 +1,46 @@
+"""Which files of a folder make an adapter."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from shared.adapter_format.reasons import file_invalid
+from shared.errors import UnsupportedAdapter
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
+
+
+class AdapterFiles(NamedTuple):
+    """Paths, relative to the adapter's folder."""
+
+    config: str
+    weights: str
+
+
+def adapter_files(names: Iterable[str]) -> AdapterFiles:
+    """Pick the config and the weights out of a folder's listing (`/`-separated paths relative to the folder).
+
+    Raises:
+        AdapterInvalid: a file is missing (metadata `file`).
+        UnsupportedAdapter: the weights are a pickle or in several files.
+    """
+    listing = set(names)
+    if CONFIG not in listing:
+        below = sorted(name for name in listing if name.endswith(f"/{CONFIG}"))
+        hint = f"; {below[0][:200]} exists: name that folder" if below else ""
+        raise file_invalid(CONFIG, f"is missing from the adapter's folder{hint}")
+    if WEIGHTS in listing:
+        return AdapterFiles(CONFIG, WEIGHTS)
+    if sharded := sorted(name for name in listing if name.startswith("adapter_model") and ".safetensors" in name):
+        raise UnsupportedAdapter(
+            f"{sharded[0][:200]}: weights in several files are not served; save one {WEIGHTS}",
+            metadata={"file": sharded[0][:200]},
+        )
+    if PICKLE in listing:
+        raise UnsupportedAdapter(
+            f"{PICKLE}: pickle files can run code when read; load the adapter with PEFT and save it again with "
+            "safe_serialization=True",
+            metadata={"file": PICKLE},
+        )
+    raise file_invalid(WEIGHTS, "is missing from the adapter's folder")

@@ -1,0 +1,77 @@
+"""No NaN and no Inf in an adapter's data: one such number would spoil every answer, silently."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from shared.adapter_format.header import ITEM_SIZES, TensorInfo
+from shared.adapter_format.reasons import tensor_invalid
+
+# Unsigned view of each dtype, and the exponent bits that are all ones in NaN and Inf only.
+_EXPONENTS = {
+    "BF16": (np.uint16, 0x7F80),
+    "F16": (np.uint16, 0x7C00),
+    "F32": (np.uint32, 0x7F800000),
+    "F64": (np.uint64, 0x7FF0000000000000),
+}
+_PIECE_BYTES = 256 << 10  # one piece and its masked copy stay in a core's cache
+
+
+def check_finite(tensor: str, dtype: str, data: bytes | bytearray | memoryview) -> None:
+    """Check consecutive elements of one tensor.
+
+    Args:
+        tensor: Its name, for the error.
+        dtype: BF16, F16, F32 or F64, little-endian.
+        data: Whole elements.
+
+    Raises:
+        AdapterInvalid: one of them is NaN or infinite, or the dtype is not one of these.
+    """
+    if dtype not in _EXPONENTS:
+        raise tensor_invalid(tensor, f"dtype {dtype} is not a floating-point dtype that is served")
+    unsigned, exponent = _EXPONENTS[dtype]
+    bits = np.frombuffer(data, unsigned)
+    step = _PIECE_BYTES // ITEM_SIZES[dtype]
+    for start in range(0, len(bits), step):
+        piece = bits[start : start + step] & unsigned(exponent)
+        if piece.max() == exponent:
+            raise tensor_invalid(tensor, "holds NaN or Inf")
+
+
+class FiniteScan:
+    """`check_finite` over a whole file read once from the start, in chunks of any size, beside hashing it."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
+        self._tensors = sorted(tensors.items(), key=lambda item: item[1].begin)
+        self._next = 0
+        self._offset = 0
+        self._partial = b""  # the first bytes of an element that the last chunk cut
+
+    def feed(self, chunk: bytes | bytearray | memoryview) -> None:
+        """The next bytes of the file. Raises AdapterInvalid as `check_finite`."""
+        view = memoryview(chunk).cast("B")
+        start, end = self._offset, self._offset + len(view)
+        self._offset = end
+        while self._next < len(self._tensors):
+            name, info = self._tensors[self._next]
+            if info.begin >= end:
+                return
+            self._check(name, info.dtype, view[max(info.begin - start, 0) : info.end - start])
+            if info.end > end:
+                return
+            self._next += 1
+
+    def _check(self, name: str, dtype: str, part: memoryview) -> None:
+        item = ITEM_SIZES[dtype]
+        if self._partial:
+            head = -len(self._partial) % item
+            joined = self._partial + part[:head]
+            if len(joined) < item:
+                self._partial = joined
+                return
+            check_finite(name, dtype, joined)
+            part = part[head:]
+        whole = len(part) // item * item
+        check_finite(name, dtype, part[:whole])
+        self._partial = bytes(part[whole:])

@@ -1,0 +1,249 @@
+"""Configuration: a frozen dataclass read from a TOML file, environment variables and flags, later ones winning.
+
+A field's default, type and `metadata={"help": …}` say all there is to know about a setting: `load` reads it and
+`options` lists it for a command line. Types: str, int, float, bool, Path, Literal of strings, tuple[str, ...],
+dict[str, str], and any of these `| None`. Further metadata: `flag` (the flag's name where it is not the field's) and
+`check`, a function that returns None for a good value and else what was expected.
+"""
+
+import dataclasses
+import math
+import re
+import tomllib
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+# Kubernetes sets such variables for every Service: one called `loraplex-registry` makes LORAPLEX_REGISTRY_PORT.
+_SERVICE_LINK = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT|PORT_\d+_(TCP|UDP)(_.*)?)")
+
+
+class Problem(NamedTuple):
+    """One wrong setting: its key, where it was given, and what was expected there."""
+
+    key: str
+    origin: str
+    expected: str
+
+    def __str__(self) -> str:
+        return f"{self.key} ({self.origin}): {self.expected}"
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with the settings, at once."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("; ".join(str(problem) for problem in problems))
+        self.problems = tuple(problems)
+
+
+class Option(NamedTuple):
+    """One setting as a command line offers it. `kind` is str, int, float, bool or Path, of one element if `repeated`.
+
+    `mapping` says that each value is NAME=VALUE.
+    """
+
+    name: str
+    flag: str
+    kind: type
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    repeated: bool = False
+    mapping: bool = False
+
+
+class _Type(NamedTuple):
+    kind: type
+    choices: tuple[str, ...]
+    repeated: bool
+    mapping: bool
+    optional: bool
+
+
+class _Wrong(Exception):
+    """What was expected instead of a value."""
+
+
+def options(cls: type[Any]) -> list[Option]:
+    """The settings of the dataclass `cls`, in order."""
+    kinds = _types(cls)
+    return [
+        Option(
+            field.name,
+            field.metadata.get("flag", "--" + field.name.replace("_", "-")),
+            kinds[field.name].kind,
+            _default(field),
+            field.metadata.get("help", ""),
+            kinds[field.name].choices,
+            kinds[field.name].repeated,
+            kinds[field.name].mapping,
+        )
+        for field in dataclasses.fields(cls)
+    ]
+
+
+def load(cls: type[T], *, toml: Path | None, env: Mapping[str, str], prefix: str, flags: Mapping[str, Any]) -> T:
+    """Read `cls` from a TOML file, the variables of `env` that begin with `prefix`, and `flags` (None: not given).
+
+    In variables, a list is separated by commas and a mapping is NAME=VALUE,NAME=VALUE. A mapping or list given in a
+    later place replaces the earlier one.
+
+    Raises:
+        ConfigError: names every unknown key and every wrong value with its origin and what was expected.
+    """
+    problems: list[Problem] = []
+    kinds = _types(cls)
+    checks = {field.name: field.metadata.get("check") for field in dataclasses.fields(cast(Any, cls))}
+    values: dict[str, Any] = {}
+    for given in _given(toml, env, prefix, flags, problems):
+        if given.name not in kinds:
+            expected = f"no such setting; there are {', '.join(sorted(kinds))}"
+            problems.append(Problem(given.label, given.origin, expected))
+            continue
+        try:
+            values[given.name] = _checked(_read(given, kinds[given.name]), checks[given.name])
+        except _Wrong as wrong:
+            problems.append(Problem(given.label, given.origin, str(wrong)))
+    problems.extend(
+        Problem(field.name, "default", "has no default and must be given")
+        for field in dataclasses.fields(cast(Any, cls))
+        if field.name not in values and _default(field) is dataclasses.MISSING and not problems
+    )
+    if problems:
+        raise ConfigError(problems)
+    return cls(**values)
+
+
+class _Given(NamedTuple):
+    """A value as it was given. `is_typed`: it comes from TOML, where a number is not written as a string."""
+
+    label: str
+    name: str
+    raw: Any
+    origin: str
+    is_typed: bool = False
+
+
+def _given(
+    toml: Path | None, env: Mapping[str, str], prefix: str, flags: Mapping[str, Any], problems: list[Problem]
+) -> list[_Given]:
+    """Everything given, lowest precedence first."""
+    names = {key: key[len(prefix) :] for key in sorted(env) if key.startswith(prefix)}
+    return [
+        *_from_toml(toml, problems),
+        *(
+            _Given(key, name.lower(), env[key], "environment")
+            for key, name in names.items()
+            if not _SERVICE_LINK.fullmatch(name)
+        ),
+        *(
+            _Given("--" + key.replace("_", "-"), key, value, "flag")
+            for key, value in flags.items()
+            if value is not None
+        ),
+    ]
+
+
+def _from_toml(toml: Path | None, problems: list[Problem]) -> list[_Given]:
+    if toml is None:
+        return []
+    try:
+        with toml.open("rb") as file:
+            return [_Given(key, key, value, str(toml), is_typed=True) for key, value in tomllib.load(file).items()]
+    except OSError as error:
+        problems.append(Problem("config file", str(toml), f"cannot be read: {error.strerror}"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        problems.append(Problem("config file", str(toml), f"is not TOML: {error}"))
+    return []
+
+
+def _types(cls: type[Any]) -> dict[str, _Type]:
+    hints = get_type_hints(cls)
+    return {field.name: _type(hints[field.name]) for field in dataclasses.fields(cls)}
+
+
+def _type(hint: Any) -> _Type:
+    if get_origin(hint) in (Union, types.UnionType):
+        inner = next(arg for arg in get_args(hint) if arg is not type(None))
+        return _type(inner)._replace(optional=True)
+    if get_origin(hint) is Literal:
+        return _Type(str, get_args(hint), repeated=False, mapping=False, optional=False)
+    if get_origin(hint) is tuple:
+        return _Type(str, (), repeated=True, mapping=False, optional=False)
+    if get_origin(hint) is dict:
+        return _Type(str, (), repeated=True, mapping=True, optional=False)
+    return _Type(hint, (), repeated=False, mapping=False, optional=False)
+
+
+def _default(field: "dataclasses.Field[Any]") -> Any:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def _checked(value: Any, check: Callable[[Any], str | None] | None) -> Any:
+    expected = check(value) if check is not None and value is not None else None
+    if expected is not None:
+        raise _Wrong(f"expected {expected}, is {value!r:.100}")
+    return value
+
+
+def _read(given: _Given, kind: _Type) -> Any:
+    if kind.mapping:
+        return _mapping(given.raw)
+    if kind.repeated:
+        return _strings(given.raw)
+    if given.is_typed and isinstance(given.raw, str) and kind.kind in (int, float, bool):
+        raise _Wrong(f"expected {_named(kind)}, is the string {given.raw!r:.100}")
+    return _scalar(given.raw, kind)
+
+
+def _scalar(raw: Any, kind: _Type) -> Any:
+    value = _parsed(raw.strip(), kind.kind) if isinstance(raw, str) else raw
+    if kind.kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    is_right = isinstance(value, kind.kind) and (kind.kind is bool or not isinstance(value, bool))
+    if not is_right or (kind.choices and value not in kind.choices):
+        raise _Wrong(f"expected {_named(kind)}, is {raw!r:.100}")
+    return value
+
+
+def _parsed(text: str, kind: type) -> Any:
+    """`text` as `kind`; None if it is none."""
+    try:
+        if kind is bool:
+            return True if text.lower() in _TRUE else False if text.lower() in _FALSE else None
+        if kind is float:
+            return number if math.isfinite(number := float(text)) else None
+        return kind(text)
+    except ValueError:
+        return None
+
+
+def _named(kind: _Type) -> str:
+    if kind.choices:
+        return "one of " + ", ".join(kind.choices)
+    return {
+        str: "a string", int: "an integer", float: "a number", bool: "true or false", Path: "a path"
+    }.get(kind.kind, kind.kind.__name__)  # fmt: skip
+
+
+def _strings(raw: Any) -> tuple[str, ...]:
+    items = [item.strip() for item in raw.split(",") if item.strip()] if isinstance(raw, str) else raw
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        raise _Wrong(f"expected a list of strings, is {raw!r:.100}")
+    return tuple(items)
+
+
+def _mapping(raw: Any) -> dict[str, str]:
+    if isinstance(raw, Mapping):
+        if not all(isinstance(key, str) and isinstance(value, str) for key, value in raw.items()):
+            raise _Wrong(f"expected a table of strings, is {raw!r:.100}")
+        return dict(raw)
+    pairs = [item.partition("=") for item in _strings(raw)]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise _Wrong(f"expected NAME=VALUE, is {raw!r:.100}")
+    return {name: value for name, _, value in pairs}

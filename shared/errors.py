@@ -1,0 +1,261 @@
+"""The error tree of both services. Every error has a `code` (the gRPC status name) and a `reason`.
+
+    LoraplexError
+    ├── InvalidArgument         INVALID_ARGUMENT    INVALID_ARGUMENT, with field violations
+    │   └── RequestIdReused     INVALID_ARGUMENT    REQUEST_ID_REUSED
+    ├── NotFound                NOT_FOUND
+    │   ├── AdapterNotFound                         ADAPTER_NOT_FOUND
+    │   └── BaseModelNotFound                       BASE_MODEL_NOT_FOUND
+    ├── FailedPrecondition      FAILED_PRECONDITION
+    │   ├── BaseModelUnknown                        BASE_MODEL_UNKNOWN
+    │   ├── BaseModelMismatch                       BASE_MODEL_MISMATCH
+    │   ├── BaseModelConflict                       BASE_MODEL_CONFLICT
+    │   ├── AdapterInvalid                          ADAPTER_INVALID
+    │   ├── UnsupportedAdapter                      UNSUPPORTED_ADAPTER
+    │   ├── SourceNotFound                          SOURCE_NOT_FOUND
+    │   ├── SourceForbidden                         SOURCE_FORBIDDEN
+    │   ├── CredentialNotAllowed                    CREDENTIAL_NOT_ALLOWED
+    │   └── VersionInUse                            VERSION_IN_USE
+    ├── AdapterDeleted          ALREADY_EXISTS      ADAPTER_DELETED
+    ├── EtagMismatch            ABORTED             ETAG_MISMATCH
+    ├── AdapterUnloaded         ABORTED             ADAPTER_UNLOADED
+    ├── WatchCompacted          OUT_OF_RANGE        WATCH_COMPACTED
+    ├── DigestMismatch          DATA_LOSS           DIGEST_MISMATCH
+    ├── Unauthenticated         UNAUTHENTICATED     UNAUTHENTICATED
+    ├── PermissionDenied        PERMISSION_DENIED   PERMISSION_DENIED
+    ├── ResourceExhausted       RESOURCE_EXHAUSTED
+    │   ├── QueueFull                               QUEUE_FULL
+    │   ├── TenantQuota                             TENANT_QUOTA
+    │   ├── AdapterMemory                           ADAPTER_MEMORY
+    │   └── NamespaceQuota                          NAMESPACE_QUOTA
+    ├── Unavailable             UNAVAILABLE
+    │   ├── SourceUnavailable                       SOURCE_UNAVAILABLE
+    │   ├── RegistryUnavailable                     REGISTRY_UNAVAILABLE
+    │   ├── EngineUnavailable                       ENGINE_UNAVAILABLE
+    │   └── Draining                                DRAINING
+    ├── DeadlineUnreachable     DEADLINE_EXCEEDED   DEADLINE_UNREACHABLE
+    ├── Unimplemented           UNIMPLEMENTED       UNIMPLEMENTED
+    └── Internal                INTERNAL            INTERNAL
+
+`shared.status` maps these to and from `google.rpc.Status`; `ErrorRecord` carries them between processes.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import msgspec
+
+
+class FieldViolation(msgspec.Struct, frozen=True):
+    """One wrong field of a request: its path (`sampling.top_p`) and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+class ErrorRecord(msgspec.Struct, frozen=True):
+    """An error as data, for sending between processes."""
+
+    reason: str
+    message: str
+    metadata: dict[str, str] = {}
+    retry_after: float | None = None
+    violations: tuple[FieldViolation, ...] = ()
+
+
+class LoraplexError(Exception):
+    """An error that a caller may see.
+
+    Args:
+        message: One sentence that says what is wrong and, where possible, what to do.
+        metadata: Machine-readable facts (`tensor`, `key`, `adapter` …); becomes `ErrorInfo.metadata`.
+        retry_after: Seconds after which a retry makes sense; becomes `RetryInfo`.
+    """
+
+    code: ClassVar[str] = "INTERNAL"
+    reason: ClassVar[str] = "INTERNAL"
+    violations: tuple[FieldViolation, ...] = ()
+
+    def __init__(
+        self, message: str, *, metadata: Mapping[str, str] | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.metadata = dict(metadata or {})
+        self.retry_after = retry_after
+
+    def record(self) -> ErrorRecord:
+        """This error as data."""
+        return ErrorRecord(self.reason, self.message, self.metadata, self.retry_after, self.violations)
+
+
+class InvalidArgument(LoraplexError):
+    """One or more fields of the request are wrong."""
+
+    code = reason = "INVALID_ARGUMENT"
+
+    def __init__(self, violations: Sequence[FieldViolation], message: str | None = None) -> None:
+        super().__init__(message or "; ".join(f"{v.field}: {v.description}" for v in violations))
+        self.violations = tuple(violations)
+
+    @classmethod
+    def of(cls, field: str, description: str) -> "InvalidArgument":
+        """The error for a single wrong field."""
+        return cls([FieldViolation(field, description)])
+
+
+class RequestIdReused(InvalidArgument):
+    reason = "REQUEST_ID_REUSED"
+
+
+class NotFound(LoraplexError):
+    code = "NOT_FOUND"
+
+
+class AdapterNotFound(NotFound):
+    reason = "ADAPTER_NOT_FOUND"
+
+
+class BaseModelNotFound(NotFound):
+    reason = "BASE_MODEL_NOT_FOUND"
+
+
+class FailedPrecondition(LoraplexError):
+    code = "FAILED_PRECONDITION"
+
+
+class BaseModelUnknown(FailedPrecondition):
+    reason = "BASE_MODEL_UNKNOWN"
+
+
+class BaseModelMismatch(FailedPrecondition):
+    reason = "BASE_MODEL_MISMATCH"
+
+
+class BaseModelConflict(FailedPrecondition):
+    reason = "BASE_MODEL_CONFLICT"
+
+
+class AdapterInvalid(FailedPrecondition):
+    """The files contradict themselves or the base model; metadata names the `tensor` or `key`."""
+
+    reason = "ADAPTER_INVALID"
+
+
+class UnsupportedAdapter(FailedPrecondition):
+    """Valid for PEFT, not served here; metadata names the `key`, the message says what to do."""
+
+    reason = "UNSUPPORTED_ADAPTER"
+
+
+class SourceNotFound(FailedPrecondition):
+    reason = "SOURCE_NOT_FOUND"
+
+
+class SourceForbidden(FailedPrecondition):
+    reason = "SOURCE_FORBIDDEN"
+
+
+class CredentialNotAllowed(FailedPrecondition):
+    reason = "CREDENTIAL_NOT_ALLOWED"
+
+
+class VersionInUse(FailedPrecondition):
+    reason = "VERSION_IN_USE"
+
+
+class AdapterDeleted(LoraplexError):
+    code, reason = "ALREADY_EXISTS", "ADAPTER_DELETED"
+
+
+class EtagMismatch(LoraplexError):
+    code, reason = "ABORTED", "ETAG_MISMATCH"
+
+
+class AdapterUnloaded(LoraplexError):
+    code, reason = "ABORTED", "ADAPTER_UNLOADED"
+
+
+class WatchCompacted(LoraplexError):
+    code, reason = "OUT_OF_RANGE", "WATCH_COMPACTED"
+
+
+class DigestMismatch(LoraplexError):
+    code, reason = "DATA_LOSS", "DIGEST_MISMATCH"
+
+
+class Unauthenticated(LoraplexError):
+    code = reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(LoraplexError):
+    code = reason = "PERMISSION_DENIED"
+
+
+class ResourceExhausted(LoraplexError):
+    code = "RESOURCE_EXHAUSTED"
+
+
+class QueueFull(ResourceExhausted):
+    reason = "QUEUE_FULL"
+
+
+class TenantQuota(ResourceExhausted):
+    reason = "TENANT_QUOTA"
+
+
+class AdapterMemory(ResourceExhausted):
+    reason = "ADAPTER_MEMORY"
+
+
+class NamespaceQuota(ResourceExhausted):
+    reason = "NAMESPACE_QUOTA"
+
+
+class Unavailable(LoraplexError):
+    code = "UNAVAILABLE"
+
+
+class SourceUnavailable(Unavailable):
+    reason = "SOURCE_UNAVAILABLE"
+
+
+class RegistryUnavailable(Unavailable):
+    reason = "REGISTRY_UNAVAILABLE"
+
+
+class EngineUnavailable(Unavailable):
+    reason = "ENGINE_UNAVAILABLE"
+
+
+class Draining(Unavailable):
+    reason = "DRAINING"
+
+
+class DeadlineUnreachable(LoraplexError):
+    code, reason = "DEADLINE_EXCEEDED", "DEADLINE_UNREACHABLE"
+
+
+class Unimplemented(LoraplexError):
+    code = reason = "UNIMPLEMENTED"
+
+
+class Internal(LoraplexError):
+    """An exception nobody foresaw. The message is always "internal error" with the id that the log repeats."""
+
+    code = reason = "INTERNAL"
+
+
+def _concrete(cls: type[LoraplexError]) -> list[type[LoraplexError]]:
+    return [c for sub in cls.__subclasses__() for c in (sub, *_concrete(sub))]
+
+
+BY_REASON: dict[str, type[LoraplexError]] = {c.reason: c for c in _concrete(LoraplexError) if "reason" in vars(c)}
+
+
+def from_record(record: ErrorRecord) -> LoraplexError:
+    """The error that `record` describes; an unknown reason becomes `Internal`."""
+    cls = BY_REASON.get(record.reason, Internal)
+    if issubclass(cls, InvalidArgument):
+        return cls(record.violations, record.message)
+    return cls(record.message, metadata=record.metadata, retry_after=record.retry_after)

@@ -1,0 +1,113 @@
+"""A gRPC server with health, reflection, limits and an orderly end, the same for both services."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from shared.errors import Unavailable
+from shared.interceptors import ErrorInterceptor
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 16 << 20
+_WATCH_FLUSH_SECONDS = 0.1  # Health.Watch streams hear NOT_SERVING before they end
+
+
+class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
+    """The stock servicer, whose Watch streams end when the server stops instead of holding it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopping = asyncio.Event()
+
+    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802 - the RPC's name
+        watch = asyncio.ensure_future(super().Watch(request, context))
+        stopping = asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait([watch, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watch.cancel()
+            stopping.cancel()
+
+
+class Readiness:
+    """`grpc.health.v1` of one server: "" is liveness, each service name is readiness."""
+
+    def __init__(self, service_names: Sequence[str]) -> None:
+        self.servicer = _Health()
+        self._service_names = tuple(service_names)
+
+    async def set(self, *, serving: bool) -> None:
+        """Says of every service whether it takes requests; Health.Watch streams hear it."""
+        status = health_pb2.HealthCheckResponse
+        for name in self._service_names:
+            await self.servicer.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+
+@dataclass
+class BoundServer:
+    """A server that has its port but has not started."""
+
+    server: grpc.aio.Server
+    port: int
+    readiness: Readiness
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+async def create_server(
+    listen: str,
+    register: Callable[[grpc.aio.Server], None],
+    service_names: Sequence[str],
+    *,
+    reuse_port: bool = False,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> BoundServer:
+    """Binds `listen` ("host:port", port 0 = any free one). Readiness starts as NOT_SERVING.
+
+    Raises:
+        Unavailable: the address is taken or not ours.
+    """
+    server = grpc.aio.server(
+        interceptors=[ErrorInterceptor()],
+        options=[
+            ("grpc.so_reuseport", int(reuse_port)),
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ],
+    )
+    readiness = Readiness(service_names)
+    await readiness.set(serving=False)
+    register(server)
+    health_pb2_grpc.add_HealthServicer_to_server(readiness.servicer, server)
+    reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise Unavailable(f"cannot listen on {listen}: is the address in use?") from error
+    return BoundServer(server, port, readiness)
+
+
+def stop_on_signals(stop: asyncio.Event) -> None:
+    """SIGTERM and SIGINT set `stop`."""
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+
+
+async def drain(bound: BoundServer, grace: float) -> None:
+    """Ends a server in order: readiness off, no new calls, running calls have `grace` seconds, then they are cut."""
+    bound.stopping.set()
+    await bound.readiness.set(serving=False)
+    await asyncio.sleep(_WATCH_FLUSH_SECONDS)
+    bound.readiness.servicer.stopping.set()
+    await bound.server.stop(grace)

@@ -1,0 +1,129 @@
+"""Adapter folders on a filesystem: `file://ROOT/relative/path`, or `file:///absolute/path` below one of the roots.
+
+Nothing outside the roots is ever opened: names are resolved first, and what was opened is checked once more, so a
+symbolic link swapped in between is seen too.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import quote, unquote
+
+from shared.errors import InvalidArgument, SourceForbidden, SourceNotFound, SourceUnavailable
+from shared.sources.resolver import URI_FIELD, PinnedSource
+
+MAX_LISTED = 10_000
+
+
+class FileSource:
+    """A folder below a root. `%` escapes bytes in the URI, as in any URI."""
+
+    def __init__(self, uri: str, roots: Mapping[str, Path]) -> None:
+        self._uri = uri
+        name, path = _split(uri)
+        real_roots = {root: os.path.realpath(folder) for root, folder in roots.items()}
+        if not name:
+            name, self._folder = self._below_a_root(path, real_roots)
+        elif name in real_roots:
+            self._folder = os.path.realpath(Path(real_roots[name], path.lstrip("/")))
+        else:
+            raise self._forbidden(f"no file root is called {name!r:.60}; roots: {', '.join(sorted(roots)) or 'none'}")
+        self._root_name, self._root = name, real_roots[name]
+        with self._folder_fd():
+            pass
+
+    def _below_a_root(self, path: str, real_roots: Mapping[str, str]) -> tuple[str, str]:
+        folder = os.path.realpath(path)
+        around = [(root, name) for name, root in real_roots.items() if _is_inside(folder, root)]
+        if not around:
+            raise self._forbidden("an absolute path must lie below one of the file roots")
+        return max(around, key=lambda pair: len(pair[0]))[1], folder
+
+    def pin(self) -> PinnedSource:
+        """The root's name and the folder's real path below it."""
+        relative = os.path.relpath(self._folder, self._root)
+        path = "" if relative == "." else quote(relative, errors="surrogateescape")
+        return PinnedSource(f"file://{quote(self._root_name)}/{path}")
+
+    def list(self) -> list[str]:
+        """Printable names of the folder's files, sorted; at most 10,000 entries are looked at."""
+        with self._folder_fd() as fd, os.scandir(fd) as entries:
+            files = [entry.name for entry in islice(entries, MAX_LISTED) if not entry.is_dir()]
+        return sorted(name for name in files if name.isprintable())
+
+    def size(self, name: str) -> int:
+        """Bytes of one file."""
+        with self.open(name) as file:
+            return os.fstat(file.fileno()).st_size
+
+    def open(self, name: str) -> BinaryIO:
+        """One regular file, unbuffered."""
+        if not name or name in (".", "..") or "/" in name or "\0" in name:
+            raise self._forbidden(f"{name!r:.100} is not a plain file name", name)
+        path = os.path.realpath(Path(self._folder, name))
+        if not _is_inside(path, self._root):
+            raise self._forbidden(f"{name} is a symbolic link that leaves the file root", name)
+        # O_NONBLOCK: opening a FIFO must not wait for its writer.
+        fd = self._opened(path, os.O_NONBLOCK, name)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise self._forbidden(f"{name} is not a regular file", name)
+        return os.fdopen(fd, "rb", buffering=0)
+
+    @contextmanager
+    def _folder_fd(self) -> Iterator[int]:
+        if not _is_inside(self._folder, self._root):
+            raise self._forbidden("the folder is a symbolic link that leaves the file root")
+        fd = self._opened(self._folder, os.O_DIRECTORY)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _opened(self, path: str, flags: int, name: str = "") -> int:
+        """A file descriptor of `path`, which has no symbolic links left; checked to lie inside the root."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+        except OSError as error:
+            raise self._failed(error, name) from None
+        if not _is_inside(str(Path(f"/proc/self/fd/{fd}").readlink()), self._root):
+            os.close(fd)
+            raise self._forbidden("the path left the file root while it was opened", name)
+        return fd
+
+    def _failed(self, error: OSError, name: str) -> SourceNotFound | SourceForbidden | SourceUnavailable:
+        what = f"{name} in {self._uri}" if name else self._uri
+        match error:
+            case FileNotFoundError() | NotADirectoryError():
+                problem = "is not a folder" if isinstance(error, NotADirectoryError) else "does not exist"
+                return SourceNotFound(f"{what} {problem}", metadata=self._metadata(name))
+            case PermissionError():
+                return self._forbidden(f"{what}: the service may not read it", name)
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return SourceNotFound(f"{what}: {error.strerror}", metadata=self._metadata(name))
+        return SourceUnavailable(f"{what} cannot be read: {error.strerror}", metadata=self._metadata(name))
+
+    def _forbidden(self, message: str, name: str = "") -> SourceForbidden:
+        return SourceForbidden(message, metadata=self._metadata(name))
+
+    def _metadata(self, name: str) -> dict[str, str]:
+        return {"uri": self._uri, "file": name} if name else {"uri": self._uri}
+
+
+def _split(uri: str) -> tuple[str, str]:
+    """Root's name (empty for an absolute path) and path, unescaped."""
+    name, slash, path = unquote(uri.removeprefix("file://"), errors="surrogateescape").partition("/")
+    if "\0" in name + path or not (name or slash):
+        raise InvalidArgument.of(URI_FIELD, "must be file://ROOT/path or file:///path")
+    if ".." in path.split("/") or name in (".", ".."):
+        raise SourceForbidden("a source's path may not contain '..'", metadata={"uri": uri})
+    return name, slash + path
+
+
+def _is_inside(path: str, root: str) -> bool:
+    return path == root or path.startswith(root.rstrip("/") + "/")

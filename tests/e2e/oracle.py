@@ -1,0 +1,68 @@
+"""PEFT + transformers in float32: what every answer must be."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+TIE_GAP = 1e-3  # below this gap of the two top logits, either token is right
+LOGPROB_TOLERANCE = 1e-3
+
+
+@dataclass
+class Comparison:
+    """What a comparison found. `ties` are positions where the oracle's own choice is a coin toss."""
+
+    tokens: int = 0
+    ties: int = 0
+    worst_logprob: float = 0.0
+    mismatches: list[str] = field(default_factory=list)
+
+    def add(self, other: "Comparison") -> None:
+        self.tokens += other.tokens
+        self.ties += other.ties
+        self.worst_logprob = max(self.worst_logprob, other.worst_logprob)
+        self.mismatches += other.mismatches
+
+
+class Oracle:
+    """The base model with every adapter loaded; one forward pass scores a whole answer."""
+
+    def __init__(self, base: Path, adapters: Mapping[str, Path]) -> None:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        for name, folder in adapters.items():
+            if isinstance(model, PeftModel):
+                model.load_adapter(folder, adapter_name=name)
+            else:
+                model = PeftModel.from_pretrained(model, folder, adapter_name=name)
+        self._model = model.eval()
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int], adapter: str) -> torch.Tensor:
+        """Logits `[len(ids), vocab]` in float32 with `adapter`, or the base model's if it is empty."""
+        inputs = torch.tensor([list(ids)])
+        if not adapter:
+            with self._model.disable_adapter():
+                return self._model(inputs).logits[0]
+        self._model.set_adapter(adapter)
+        return self._model(inputs).logits[0]
+
+    def compare(
+        self, prompt: Sequence[int], answer: Sequence[int], logprobs: Sequence[float], adapter: str
+    ) -> Comparison:
+        """Scores a greedy answer: each token must be the oracle's choice after the same tokens, ties apart."""
+        logits = self.logits([*prompt, *answer], adapter)[len(prompt) - 1 : -1]
+        top = logits.topk(2).values
+        gaps = (top[:, 0] - top[:, 1]).tolist()
+        chosen = logits.argmax(-1).tolist()
+        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(list(answer))[:, None])[:, 0].tolist()
+        found = Comparison(tokens=len(answer))
+        for position, token in enumerate(answer):
+            found.worst_logprob = max(found.worst_logprob, abs(expected[position] - logprobs[position]))
+            found.ties += gaps[position] < TIE_GAP
+            if token != chosen[position] and gaps[position] >= TIE_GAP:
+                found.mismatches.append(f"{adapter or 'base'}[{position}]: {token}, not {chosen[position]}")
+        return found

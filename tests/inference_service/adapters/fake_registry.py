@@ -1,0 +1,55 @@
+"""A registry of twenty lines: answers by reference, over a real gRPC server."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import grpc
+
+from inference_service.adapters.resolution import ResolvedVersion
+from loraplex.registry.v1 import registry_pb2, registry_pb2_grpc
+from shared.errors import AdapterNotFound, LoraplexError
+from shared.interceptors import ErrorInterceptor
+from tests.inference_service.adapters.small_adapters import message_of
+
+
+class FakeRegistry(registry_pb2_grpc.AdapterRegistryServiceServicer):
+    def __init__(self) -> None:
+        self.answers: dict[str, registry_pb2.ResolveAdapterResponse | Exception] = {}
+        self.calls: Counter[str] = Counter()
+        self.base_models: list[registry_pb2.RegisterBaseModelRequest] = []
+        self.base_model_error: LoraplexError | None = None
+        self.delay = 0.0
+        self.port = 0
+
+    def add(self, reference: str, *versions: ResolvedVersion, ttl: float = 60.0, **fields: Any) -> None:
+        answer = registry_pb2.ResolveAdapterResponse(version=message_of(versions[0]), adapter_uid="u", **fields)
+        answer.ttl.FromNanoseconds(int(ttl * 1e9))
+        if len(versions) > 1:
+            answer.targets.extend({"version": message_of(version), "weight": 1.0} for version in versions)
+        self.answers[reference] = answer
+
+    async def ResolveAdapter(self, request: Any, context: Any) -> Any:  # noqa: N802 - the RPC's name
+        self.calls[request.reference] += 1
+        await asyncio.sleep(self.delay)
+        assert request.base_model == "tiny"
+        answer = self.answers.get(request.reference, AdapterNotFound(f"no adapter {request.reference}"))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def RegisterBaseModel(self, request: Any, context: Any) -> Any:  # noqa: N802 - the RPC's name
+        if self.base_model_error is not None:
+            raise self.base_model_error
+        self.base_models.append(request)
+        return registry_pb2.RegisterBaseModelResponse(created=True)
+
+    async def start(self) -> None:
+        """Listen, on the same port as before if there was one."""
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[("grpc.so_reuseport", 0)])
+        registry_pb2_grpc.add_AdapterRegistryServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)

@@ -1,0 +1,102 @@
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from inference_service.adapters.disk_cache import DiskCache
+from shared.digest import FileEntry
+from shared.errors import AdapterMemory
+
+
+def _digest(number: int) -> str:
+    return f"sha256:{number:064x}"
+
+
+def _files(size: int) -> list[FileEntry]:
+    return [FileEntry("f", size, "0" * 64)]
+
+
+def _put(cache: DiskCache, number: int, size: int = 10) -> Path:
+    with cache.new_folder(size) as folder:
+        (folder / "f").write_bytes(b"x" * size)
+        return cache.install(_digest(number), folder, size)
+
+
+def test_the_least_recently_used_goes_first_and_what_is_held_stays(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, 30)
+    folders = [_put(cache, number) for number in range(3)]
+    assert cache.find(_digest(0), _files(10)) == folders[0]
+    with cache.held(_digest(1)):
+        _put(cache, 3)
+    assert [folder.exists() for folder in folders] == [True, True, False]
+    assert [digest for digest, _ in cache.entries()] == [_digest(1), _digest(0), _digest(3)]
+    with cache.held(_digest(0)), cache.held(_digest(1)), cache.held(_digest(3)):
+        with pytest.raises(AdapterMemory) as caught:
+            _put(cache, 4)
+        assert caught.value.retry_after
+    with pytest.raises(AdapterMemory, match="--disk-bytes") as caught:
+        _put(cache, 5, 31)
+    assert caught.value.retry_after is None
+    cache.close()
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_a_restart_keeps_order_and_budget(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, 1000)
+    for number in range(3):
+        os.utime(_put(cache, number), (number, number))
+    cache.find(_digest(0), _files(10))
+    cache.close()
+    (tmp_path / "sha256" / "notes.txt").write_text("not ours")
+    again = DiskCache(tmp_path, 20)
+    assert [digest for digest, _ in again.entries()] == [_digest(2), _digest(0)]
+    again.close()
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "extra", "gone"])
+def test_an_incomplete_folder_is_not_used(tmp_path: Path, damage: str) -> None:
+    cache = DiskCache(tmp_path, 1000)
+    folder = _put(cache, 1)
+    match damage:
+        case "missing":
+            (folder / "f").unlink()
+        case "short":
+            os.truncate(folder / "f", 3)
+        case "extra":
+            (folder / "g").touch()
+        case "gone":
+            folder.rename(tmp_path / "elsewhere")
+    assert cache.find(_digest(1), _files(10)) is None
+    assert not folder.exists()
+    assert cache.entries() == []
+    cache.close()
+
+
+def test_what_a_crash_left_is_swept_and_what_a_living_process_writes_is_not(tmp_path: Path) -> None:
+    crashing = f"""
+        import os
+        from pathlib import Path
+        from inference_service.adapters.disk_cache import DiskCache
+        cache = DiskCache(Path({str(tmp_path)!r}), 1000)
+        with cache.new_folder(10) as folder:
+            (folder / "f").write_bytes(b"half")
+            os._exit(1)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(crashing)], check=False)
+    left = list((tmp_path / "work").iterdir())
+    assert len(left) == 1
+    one = DiskCache(tmp_path, 1000)
+    assert not left[0].exists()
+    with one.new_folder(10) as folder:
+        two = DiskCache(tmp_path, 1000)
+        (folder / "f").write_bytes(b"x" * 10)
+        one.install(_digest(1), folder, 10)
+    assert two.find(_digest(1), _files(10)) is not None
+    assert _put(two, 1) == _put(one, 1)  # the slower of two processes keeps the faster one's folder
+    one.discard(_digest(1))
+    assert two.find(_digest(1), _files(10)) is None
+    one.close()
+    two.close()

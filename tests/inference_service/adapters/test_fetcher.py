@@ -1,0 +1,140 @@
+"""Downloads from real folders: what is not exactly what was registered never gets into the cache."""
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inference_service.adapters.disk_cache import DiskCache
+from inference_service.adapters.fetcher import Fetcher
+from shared.adapter_format.files import WEIGHTS
+from shared.errors import (
+    AdapterMemory,
+    DigestMismatch,
+    Draining,
+    LoraplexError,
+    SourceForbidden,
+    SourceNotFound,
+    SourceUnavailable,
+)
+from shared.sources.file import FileSource
+from shared.sources.resolver import Source
+from tests.inference_service.adapters.small_adapters import flip_a_bit, manifest, version_of, write_adapter
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[DiskCache]:
+    cache = DiskCache(tmp_path / "cache", 1 << 20)
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write_adapter(tmp_path / "root" / "a")
+    return tmp_path / "root"
+
+
+def _fetcher(cache: DiskCache, root: Path, opened: list[str] | None = None) -> Fetcher:
+    def open_source(uri: str, roots: dict[str, Path]) -> Source:
+        if opened is not None:
+            opened.append(uri)
+        return FileSource(uri, roots)
+
+    return Fetcher(cache, {"root": root}, open_source)
+
+
+def _assert_nothing_left(tmp_path: Path) -> None:
+    assert list((tmp_path / "cache" / "sha256").iterdir()) == []
+    (work,) = (tmp_path / "cache" / "work").iterdir()
+    assert list(work.iterdir()) == []
+
+
+def test_fetched_once_and_exactly(cache: DiskCache, root: Path) -> None:
+    opened: list[str] = []
+    (root / "a" / "README.md").write_text("not in the manifest")
+    version = version_of(root / "a")._replace(files=tuple(f for f in manifest(root / "a") if f.path != "README.md"))
+    fetcher = _fetcher(cache, root, opened)
+    folder = fetcher.fetch(version)
+    assert folder.name == version.digest.removeprefix("sha256:")
+    assert manifest(folder) == version.files
+    assert fetcher.fetch(version) == folder
+    assert opened == ["file://root/a"]
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("bit flipped", DigestMismatch),
+        ("truncated", DigestMismatch),
+        ("longer", DigestMismatch),
+        ("a file vanished", SourceNotFound),
+        ("the folder vanished", SourceNotFound),
+        ("a symbolic link out of the root", SourceForbidden),
+        ("a FIFO", SourceForbidden),
+    ],
+)
+def test_a_source_that_changed(
+    cache: DiskCache, root: Path, tmp_path: Path, how: str, expected: type[LoraplexError]
+) -> None:
+    version = version_of(root / "a")
+    weights = root / "a" / WEIGHTS
+    match how:
+        case "bit flipped":
+            flip_a_bit(weights)
+        case "truncated":
+            os.truncate(weights, 100)
+        case "longer":
+            weights.write_bytes(weights.read_bytes() * 2)
+        case "a file vanished":
+            weights.unlink()
+        case "the folder vanished":
+            (root / "a").rename(root / "b")
+        case "a symbolic link out of the root":
+            weights.rename(tmp_path / "outside")
+            weights.symlink_to(tmp_path / "outside")
+        case "a FIFO":
+            weights.unlink()
+            os.mkfifo(weights)
+    with pytest.raises(expected) as caught:
+        _fetcher(cache, root).fetch(version)
+    assert caught.value.metadata["uri"] == "file://root/a"
+    _assert_nothing_left(tmp_path)
+
+
+def test_the_next_source_is_tried_and_the_most_telling_failure_told(cache: DiskCache, root: Path) -> None:
+    write_adapter(root / "bad")
+    flip_a_bit(root / "bad" / WEIGHTS)
+    uris = ["file://root/gone", "file://elsewhere/a", "ftp://x", "file://root/bad"]
+    with pytest.raises(DigestMismatch):
+        _fetcher(cache, root).fetch(version_of(root / "a", uris=uris))
+    with pytest.raises(SourceNotFound, match="no source"):
+        _fetcher(cache, root).fetch(version_of(root / "a", uris=[]))
+    assert _fetcher(cache, root).fetch(version_of(root / "a", uris=[*uris, "file://root/a"])).is_dir()
+
+
+def test_a_full_disk(cache: DiskCache, root: Path, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(AdapterMemory) as caught:
+            _fetcher(cache, root).fetch(version_of(root / "a"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.retry_after
+    _assert_nothing_left(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written(cache: DiskCache, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache" / "sha256").rmdir()
+    with pytest.raises(SourceUnavailable, match="disk cache"):
+        _fetcher(cache, root).fetch(version_of(root / "a"))
+
+
+def test_stopping_ends_a_download(cache: DiskCache, root: Path) -> None:
+    fetcher = _fetcher(cache, root)
+    fetcher.close()
+    with pytest.raises(Draining):
+        fetcher.fetch(version_of(root / "a"))

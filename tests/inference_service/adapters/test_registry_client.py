@@ -1,0 +1,188 @@
+"""The registry client against a real gRPC server that comes and goes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from inference_service.adapters.registry_client import BaseModelFacts, RegistryClient
+from inference_service.adapters.resolution import ResolvedVersion
+from shared.errors import AdapterNotFound, BaseModelConflict, BaseModelMismatch, Internal, RegistryUnavailable
+from tests.inference_service.adapters.fake_registry import FakeRegistry
+from tests.inference_service.adapters.small_adapters import BASE_MODEL, version_of, write_adapter
+
+FACTS = BaseModelFacts("tiny", "{}", BASE_MODEL.fingerprint, "sha256:weights")
+
+
+class _Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> _Clock:
+    return _Clock()
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> ResolvedVersion:
+    write_adapter(tmp_path / "a")
+    return version_of(tmp_path / "a")
+
+
+@pytest.fixture
+async def client(registry: FakeRegistry, clock: _Clock) -> AsyncIterator[RegistryClient]:
+    client = RegistryClient(f"127.0.0.1:{registry.port}", BASE_MODEL, max_stale=100.0, clock=clock)
+    yield client
+    await client.close()
+
+
+async def _eventually(is_true: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(20):
+        while not await is_true():  # noqa: ASYNC110 - nothing tells when
+            await asyncio.sleep(0.02)
+
+
+async def test_an_answer_serves_for_its_ttl(
+    registry: FakeRegistry, client: RegistryClient, clock: _Clock, version: ResolvedVersion
+) -> None:
+    registry.add("default/a", version, ttl=10)
+    registry.delay = 0.05
+    found = await asyncio.gather(*(client.resolve("default/a", str(i)) for i in range(5)))
+    assert {v.digest for v in found} == {version.digest}
+    clock.now += 9
+    await client.resolve("default/a")
+    assert registry.calls["default/a"] == 1
+    clock.now += 2
+    await client.resolve("default/a")
+    assert registry.calls["default/a"] == 2
+
+
+async def test_what_is_not_there_is_remembered_for_a_moment(
+    registry: FakeRegistry, client: RegistryClient, clock: _Clock, version: ResolvedVersion
+) -> None:
+    for _ in range(3):
+        with pytest.raises(AdapterNotFound):
+            await client.resolve("default/a")
+    assert registry.calls["default/a"] == 1
+    registry.add("default/a", version, ttl=1)
+    clock.now += 1.1
+    await client.resolve("default/a")
+    registry.answers["default/a"] = AdapterNotFound("deleted")
+    clock.now += 1.1
+    with pytest.raises(AdapterNotFound):
+        await client.resolve("default/a")
+    await registry.stop()
+    clock.now += 1.1
+    with pytest.raises(RegistryUnavailable):  # what was deleted does not come back as a stale answer
+        await client.resolve("default/a")
+
+
+async def test_errors_keep_their_type(registry: FakeRegistry, client: RegistryClient) -> None:
+    registry.answers["default/a"] = BaseModelMismatch("for another", metadata={"base_model": "x"})
+    with pytest.raises(BaseModelMismatch) as caught:
+        await client.resolve("default/a")
+    assert caught.value.metadata == {"base_model": "x"}
+    registry.answers["default/b"] = RuntimeError("a bug")
+    with pytest.raises(RegistryUnavailable, match="INTERNAL"):
+        await client.resolve("default/b")
+
+
+async def test_answers_outlive_the_registry_up_to_max_stale(
+    registry: FakeRegistry, client: RegistryClient, clock: _Clock, version: ResolvedVersion
+) -> None:
+    registry.add("default/a", version, ttl=1)
+    await client.resolve("default/a")
+    await registry.stop()
+    for _ in range(3):
+        clock.now += 30
+        assert (await client.resolve("default/a")).digest == version.digest
+    with pytest.raises(RegistryUnavailable) as caught:
+        await client.resolve("default/unknown")
+    assert caught.value.retry_after
+    clock.now += 30
+    with pytest.raises(RegistryUnavailable):
+        await client.resolve("default/a")
+    newer = version._replace(name=version.name[:-1] + "2", number=2)
+    registry.add("default/a", newer, ttl=1)
+    await registry.start()
+
+    async def is_new() -> bool:
+        clock.now += 2
+        try:
+            return (await client.resolve("default/a")).number == 2
+        except RegistryUnavailable:
+            return False
+
+    await _eventually(is_new)
+
+
+async def test_a_registry_that_hangs_stalls_nobody_twice(
+    registry: FakeRegistry, client: RegistryClient, clock: _Clock, version: ResolvedVersion
+) -> None:
+    registry.add("default/a", version, ttl=1)
+    await client.resolve("default/a")
+    registry.delay = 60
+    clock.now += 2
+    assert (await client.resolve("default/a")).number == 1  # waited for the call's timeout
+    for _ in range(3):
+        clock.now += 2
+        async with asyncio.timeout(0.5):
+            assert (await client.resolve("default/a")).number == 1
+
+
+async def test_a_malformed_answer_does_not_replace_a_good_one(
+    registry: FakeRegistry, client: RegistryClient, clock: _Clock, version: ResolvedVersion
+) -> None:
+    registry.add("default/a", version, ttl=1)
+    await client.resolve("default/a")
+    registry.add("default/a", version._replace(name="rubbish"), ttl=1)
+    clock.now += 2
+    assert (await client.resolve("default/a")).name == version.name
+    registry.add("default/b", version._replace(name="rubbish"), ttl=1)
+    with pytest.raises(RegistryUnavailable, match="malformed"):
+        await client.resolve("default/b")
+
+
+async def test_the_base_model_is_registered_once_the_registry_is_there(
+    registry: FakeRegistry, client: RegistryClient
+) -> None:
+    await registry.stop()
+    task = asyncio.create_task(client.keep_registered(FACTS))
+
+    async def is_unreachable() -> bool:
+        return client.registration == "unreachable"
+
+    async def is_registered() -> bool:
+        return client.registration == "registered"
+
+    await _eventually(is_unreachable)
+    await registry.start()
+    await _eventually(is_registered)
+    assert registry.base_models[0].weights_fingerprint == "sha256:weights"
+    task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (BaseModelConflict("another tiny"), "conflict"),
+        (BaseModelMismatch("no"), "refused"),
+        (Internal("x"), "unreachable"),
+    ],
+)
+async def test_a_refused_base_model_is_a_state(
+    registry: FakeRegistry, client: RegistryClient, error: Exception, state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry.base_model_error = error  # type: ignore[assignment]
+    task = asyncio.create_task(client.keep_registered(FACTS))
+
+    async def has_state() -> bool:
+        return client.registration == state
+
+    await _eventually(has_state)
+    assert ("tiny" in caplog.text) == (state != "unreachable")
+    task.cancel()

@@ -1,0 +1,117 @@
+"""A model whose next token is a function of the tokens before it, and adapters that become ready when told to."""
+
+from inference_service.engine.blocks import BlockAllocator
+from inference_service.engine.config import EngineLimits
+from inference_service.engine.engine import Engine
+from inference_service.engine.scheduler import Scheduler
+from inference_service.engine.step import StepResult
+from inference_service.lora.adapter import AdapterState
+from inference_service.lora.slots import Handle
+from inference_service.types import GenerateSpec, Sampling, Stop, TokenLogprobs
+from shared.errors import AdapterInvalid
+
+
+def next_token(token_ids, index, vocab_size=97):
+    return (sum((i + 1) * t for i, t in enumerate(token_ids)) + 31 * index) % vocab_size
+
+
+class FakeRunner:
+    """Checks what a real model relies on: every position's K,V was written once, from the same tokens, before use."""
+
+    vocab_size = 97
+    eos_ids = ()
+
+    def __init__(self, block_size):
+        self.block_size = block_size
+        self.cells = {}  # (block, offset) -> tokens up to there
+        self.steps, self.slots = [], []
+        self.explode = False
+
+    def execute(self, schedule):
+        if self.explode:
+            raise RuntimeError("boom")
+        self.steps.append(schedule)
+        self.slots.append([chunk.sequence.slot for chunk in schedule.chunks])
+        assert all(chunk.length == 1 for chunk in schedule.chunks[: schedule.num_decodes])
+        for chunk in schedule.chunks:
+            tokens = chunk.sequence.token_ids
+            for position in range(chunk.start, chunk.start + chunk.length):
+                self.cells[self._cell(chunk, position)] = tokens[: position + 1]
+        for chunk in schedule.chunks:
+            for position in range(chunk.start + chunk.length):
+                assert self.cells[self._cell(chunk, position)] == chunk.sequence.token_ids[: position + 1]
+        sampling = [c.sequence for c in schedule.chunks if c.samples]
+        ids = [next_token(s.token_ids, s.index) for s in sampling]
+        scores = [
+            [TokenLogprobs(c.sequence.token_ids[p + 1], -float(p)) for p in c.scored_positions] for c in schedule.chunks
+        ]
+        return StepResult(ids, [None] * len(ids), scores)
+
+    def _cell(self, chunk, position):
+        return chunk.sequence.blocks[position // self.block_size], position % self.block_size
+
+
+class FakeAdapters:
+    def __init__(self, num_slots=4):
+        self.num_slots = num_slots
+        self.resident = {}
+        self.users, self.by_slot = {}, {}
+        self.wanted = []
+        self.broken = set()
+
+    def require(self, digest):
+        if digest not in self.wanted and digest not in self.resident:
+            self.wanted.append(digest)
+        return self.state(digest)
+
+    def arrive(self):
+        """The first wanted adapter becomes ready, if a slot can be had."""
+        idle = [d for d in self.resident if not self.users.get(d)]
+        if not self.wanted or (len(self.resident) >= self.num_slots and not idle):
+            return
+        slot = len(self.resident) if len(self.resident) < self.num_slots else self.resident.pop(idle[0])
+        self.resident[self.wanted.pop(0)] = slot
+
+    def state(self, digest):
+        if digest in self.broken:
+            return AdapterState.FAILED
+        return AdapterState.READY if digest in self.resident else AdapterState.ACQUIRING
+
+    def error(self, digest):
+        return AdapterInvalid("broken", metadata={"adapter": digest}) if digest in self.broken else None
+
+    def acquire(self, digest):
+        self.users[digest] = self.users.get(digest, 0) + 1
+        self.by_slot[self.resident[digest]] = digest
+        return Handle(self.resident[digest], 1)
+
+    def release(self, handle):
+        digest = self.by_slot[handle.slot]
+        assert self.users[digest] > 0
+        self.users[digest] -= 1
+
+
+def build_engine(
+    *, num_blocks=16, block_size=4, max_num_seqs=4, budget=8, max_model_len=64, max_queue=64, prefix_caching=True
+):
+    limits = EngineLimits(
+        max_model_len=min(max_model_len, num_blocks * block_size),
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=budget,
+        max_queue=max_queue,
+    )
+    blocks = BlockAllocator(num_blocks, block_size, prefix_caching)
+    return Engine(FakeRunner(block_size), Scheduler(limits, blocks, FakeAdapters()), "weights")
+
+
+def spec(request_id, prompt, max_tokens=4, *, n=1, adapter=None, stop=None, **more):
+    return GenerateSpec(
+        request_id, list(prompt), Sampling(n=n, temperature=0), stop or Stop(max_tokens), adapter_digest=adapter, **more
+    )
+
+
+def expected_tokens(prompt, count, index=0):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, index))
+    return tokens[len(prompt) :]

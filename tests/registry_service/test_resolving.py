@@ -1,0 +1,253 @@
+"""ResolveAdapter, aliases, deletion, and what is read of adapters and versions."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from loraplex.registry.v1 import registry_pb2
+from shared.errors import (
+    AdapterNotFound,
+    BaseModelMismatch,
+    EtagMismatch,
+    InvalidArgument,
+    RegistryUnavailable,
+    Unimplemented,
+)
+
+
+@pytest.fixture
+async def two_versions(registry, folders):
+    """Adapter `a` with versions 1 and 2, `prod` on 1."""
+    first = await registry.register(uri=folders.write("v1", seed=1), aliases=["prod"])
+    second = await registry.register(uri=folders.write("v2", seed=2))
+    return first.version, second.version
+
+
+async def test_every_way_to_name_a_version(registry, two_versions):
+    first, second = two_versions
+    for reference, version, alias in [
+        ("a", second, "latest"),
+        ("a@latest", second, "latest"),
+        ("a@2", second, ""),
+        ("a@1", first, ""),
+        ("default/a@prod", first, "prod"),
+        (f"a@{first.digest}", first, ""),
+        ("namespaces/default/adapters/a", second, "latest"),
+        ("namespaces/default/adapters/a/versions/1", first, ""),
+        ("namespaces/default/adapters/a/aliases/prod", first, "prod"),
+    ]:
+        answer = await registry.resolve(reference)
+        assert answer.version == version, reference
+        assert answer.alias == alias
+        assert [(target.version, target.weight) for target in answer.targets] == [(version, 1.0)]
+        assert answer.ttl.seconds == 10
+        assert answer.adapter_uid == (await registry("GetAdapter", name="a")).uid
+        assert answer.registry_revision == await registry.revision()
+
+
+@pytest.mark.parametrize(
+    ("reference", "kind", "value"),
+    [
+        ("nosuch", "adapter", "namespaces/default/adapters/nosuch"),
+        ("nosuch@1", "adapter", "namespaces/default/adapters/nosuch"),
+        ("a@3", "version", "3"),
+        ("a@2147483647", "version", "2147483647"),
+        ("a@staging", "alias", "staging"),
+        ("a@sha256:" + "0" * 64, "digest", "sha256:" + "0" * 64),
+        ("other/a", "namespace", "other"),
+    ],
+)
+async def test_what_does_not_exist_is_named(registry, two_versions, reference, kind, value):
+    error = await registry.refused(AdapterNotFound, "ResolveAdapter", reference=reference)
+    assert error.metadata[kind] == value
+    assert error.code == "NOT_FOUND"
+
+
+@pytest.mark.parametrize("reference", ["", "@1", "A", "a@", "a@0", "a@1@2", "a/b/c", "a,b", "a@sha256:xyz", "\0", "é"])
+async def test_references_that_are_none(registry, reference):
+    error = await registry.refused(InvalidArgument, "ResolveAdapter", reference=reference)
+    assert error.violations[0].field == "reference"
+
+
+async def test_the_base_model_must_fit(registry, two_versions):
+    assert (await registry.resolve("a", base_model="tiny")).version == two_versions[1]
+    assert (await registry.resolve("a", base_model="baseModels/tiny")).version == two_versions[1]
+    error = await registry.refused(BaseModelMismatch, "ResolveAdapter", reference="a", base_model="other")
+    assert error.metadata == {"base_model": "tiny", "requested": "other"}
+
+
+async def test_min_revision_waits(registry, folders, two_versions):
+    now = await registry.revision()
+    waiting = asyncio.ensure_future(registry.resolve("a", min_revision=now + 1))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    third = await registry.register(uri=folders.write("v3", seed=3))
+    assert (await waiting).version == third.version
+    error = await registry.refused(RegistryUnavailable, "ResolveAdapter", reference="a", min_revision=1 << 62)
+    assert error.retry_after
+    await registry.refused(InvalidArgument, "ResolveAdapter", reference="a", min_revision=-1)
+
+
+# ---- aliases
+
+
+async def test_an_alias_moves_with_its_etag(registry, two_versions):
+    before = await registry("GetAdapter", name="a")
+    answer = await registry("SetAdapterAlias", name="a@prod", targets=[{"version": 2}], etag=before.etag)
+    assert answer.adapter.etag != before.etag
+    assert answer.adapter.aliases[0].targets[0].version == 2
+    assert answer.adapter.aliases[0].name == "namespaces/default/adapters/a/aliases/prod"
+    assert (await registry.resolve("a@prod", min_revision=answer.registry_revision)).version == two_versions[1]
+    error = await registry.refused(
+        EtagMismatch, "SetAdapterAlias", name="a@prod", targets=[{"version": 1}], etag=before.etag
+    )
+    assert error.code == "ABORTED"
+    name = "namespaces/default/adapters/a/aliases/canary"
+    answer = await registry("SetAdapterAlias", name=name, targets=[{"version": 1, "weight": 0.5}])
+    assert (await registry.resolve("a@canary")).targets[0].weight == 0.5
+    assert [alias.name.rpartition("/")[2] for alias in answer.adapter.aliases] == ["canary", "prod"]
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "error"),
+    [
+        ("a", [{"version": 1}], InvalidArgument),
+        ("a@1", [{"version": 1}], InvalidArgument),
+        ("a@latest", [{"version": 1}], InvalidArgument),
+        ("a@x", [], InvalidArgument),
+        ("a@x", [{"version": 0}], InvalidArgument),
+        ("a@x", [{"version": 1 << 62}], InvalidArgument),
+        ("a@x", [{"version": 1, "weight": 0}], InvalidArgument),
+        ("a@x", [{"version": 1, "weight": float("nan")}], InvalidArgument),
+        ("a@x", [{"version": 1, "weight": float("inf")}], InvalidArgument),
+        ("a@x", [{"version": 1}, {"version": 2}], Unimplemented),
+        ("a@x", [{"version": 3}], AdapterNotFound),
+        ("nosuch@x", [{"version": 1}], AdapterNotFound),
+    ],
+)
+async def test_aliases_that_are_refused(registry, two_versions, name, targets, error):
+    revision = await registry.revision()
+    await registry.refused(error, "SetAdapterAlias", name=name, targets=targets)
+    assert await registry.revision() == revision
+
+
+# ---- deletion
+
+
+async def test_a_deleted_adapter_is_gone_but_not_forgotten(registry, two_versions):
+    before = await registry("GetAdapter", name="a")
+    await registry.refused(EtagMismatch, "DeleteAdapter", name="a", etag='"stale"')
+    answer = await registry("DeleteAdapter", name="a", etag=before.etag)
+    assert answer.adapter.HasField("delete_time")
+    assert answer.registry_revision == await registry.revision()
+    for reference in ("a", "a@1", "a@prod", f"a@{two_versions[0].digest}"):
+        error = await registry.refused(AdapterNotFound, "ResolveAdapter", reference=reference)
+        assert "deleted" in error.message
+    await registry.refused(AdapterNotFound, "DeleteAdapter", name="a")
+    await registry.refused(AdapterNotFound, "SetAdapterAlias", name="a@x", targets=[{"version": 1}])
+    assert (await registry("GetAdapter", name="a")).HasField("delete_time")
+    assert not (await registry("ListAdapters")).adapters
+    (listed,) = (await registry("ListAdapters", show_deleted=True)).adapters
+    assert listed == answer.adapter
+    assert (await registry("GetAdapterVersion", name="a@1")) == two_versions[0]
+    await registry.refused(AdapterNotFound, "DeleteAdapter", name="nosuch")
+
+
+# ---- versions
+
+
+async def test_versions_are_shown(registry, two_versions):
+    first, second = two_versions
+    for name, version in [
+        ("a@1", first),
+        (second.name, second),
+        ("a@prod", first),
+        ("a@latest", second),
+        (f"a@{first.digest}", first),
+    ]:
+        assert await registry("GetAdapterVersion", name=name) == version
+    error = await registry.refused(AdapterNotFound, "GetAdapterVersion", name="a@9")
+    assert error.metadata["version"] == "9"
+    await registry.refused(InvalidArgument, "GetAdapterVersion", name="a")
+    await registry.refused(InvalidArgument, "GetAdapter", name="a@1")
+    for parent in ("a", "namespaces/default/adapters/a"):
+        assert list((await registry("ListAdapterVersions", parent=parent)).versions) == [second, first]
+    await registry.refused(AdapterNotFound, "ListAdapterVersions", parent="nosuch")
+
+
+# ---- pages
+
+
+async def test_pages_of_adapters_do_not_move_under_inserts(registry, folders):
+    uri = folders.write()
+    for name in ("b", "d", "f", "h", "j"):
+        await registry.register(name, uri=uri)
+    first = await registry("ListAdapters", page_size=2)
+    await registry.register("a", uri=uri)
+    await registry.register("e", uri=uri)
+    await registry("DeleteAdapter", name="d")
+    names, token = [a.name[-1] for a in first.adapters], first.next_page_token
+    while token:
+        page = await registry("ListAdapters", page_size=2, page_token=token)
+        names += [a.name[-1] for a in page.adapters]
+        token = page.next_page_token
+    assert names == ["b", "d", "e", "f", "h", "j"]
+    everything = await registry("ListAdapters", parent="namespaces/-", page_size=100_000)
+    assert [a.name[-1] for a in everything.adapters] == ["a", "b", "e", "f", "h", "j"]
+    assert not everything.next_page_token
+    exact = await registry("ListAdapters", parent="namespaces/default", page_size=6)
+    assert len(exact.adapters) == 6
+    assert not exact.next_page_token
+
+
+async def test_pages_of_versions(registry, folders):
+    for seed in range(5):
+        await registry.register(uri=folders.write(seed=seed))
+    numbers, token = [], ""
+    while True:
+        page = await registry("ListAdapterVersions", parent="a", page_size=2, page_token=token)
+        numbers += [int(version.name[-1]) for version in page.versions]
+        token = page.next_page_token
+        if not token:
+            break
+    assert numbers == [5, 4, 3, 2, 1]
+
+
+async def test_pages_that_are_refused(registry, folders):
+    uri = folders.write()
+    for name in ("a", "b"):
+        await registry.register(name, uri=uri)
+    token = (await registry("ListAdapters", page_size=1)).next_page_token
+    for fields in (
+        {"page_size": -1},
+        {"page_token": "x"},
+        {"page_token": "é"},
+        {"page_token": "bnVsbA"},
+        {"page_token": "W1tdLFtdXQ"},
+        {"page_token": token, "show_deleted": True},
+        {"page_token": token, "parent": "namespaces/-"},
+    ):
+        error = await registry.refused(InvalidArgument, "ListAdapters", **fields)
+        assert error.violations[0].field in fields
+    await registry.refused(InvalidArgument, "ListAdapterVersions", parent="a", page_token=token)
+    await registry.refused(InvalidArgument, "ListBaseModels", page_token=token)
+    await registry.refused(AdapterNotFound, "ListAdapters", parent="namespaces/other")
+    await registry.refused(InvalidArgument, "ListAdapters", parent="other")
+
+
+async def test_what_is_not_built_says_so(registry):
+    await registry.refused(Unimplemented, "ListAdapters", filter='base_model = "x"')
+    await registry.refused(Unimplemented, "ListAdapters", order_by="name")
+    for rpc in (
+        "UpdateAdapter", "UndeleteAdapter", "DeleteAdapterVersion", "DeleteAdapterAlias", "ReportReplicaState",
+        "ListReplicas",
+    ):  # fmt: skip
+        assert rpc in (await registry.refused(Unimplemented, rpc)).message
+
+
+async def test_watch_is_not_built(registry):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in registry.stub.WatchAdapters(registry_pb2.WatchAdaptersRequest()):
+            pass
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

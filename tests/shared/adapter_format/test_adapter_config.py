@@ -1,0 +1,194 @@
+import dataclasses
+import json
+
+import peft
+import pytest
+
+from shared.adapter_format.config import MAX_RANK, parse_adapter_config
+from shared.adapter_format.fields import FIELDS
+from shared.errors import AdapterInvalid, UnsupportedAdapter
+from tests.shared.adapter_format.adapter_samples import config
+
+PEFT_FIELDS = {field.name: field for field in dataclasses.fields(peft.LoraConfig)}
+
+
+def test_defaults_are_those_of_peft():
+    parsed = parse_adapter_config({"peft_type": "LORA"})
+    assert (parsed.r, parsed.lora_alpha, parsed.use_rslora) == (8, 8.0, False)
+    assert parsed.target_modules == ("q_proj", "v_proj")
+    assert parsed.exclude_modules == parsed.layers_pattern == parsed.rank_pattern == parsed.alpha_pattern == ()
+    assert parsed.layers_to_transform is None
+
+
+@pytest.mark.parametrize("name", PEFT_FIELDS)
+def test_every_field_of_peft_is_in_the_table_with_its_default(name):
+    if name in ("peft_type", "inference_mode", "runtime_config"):  # differ between a class and a saved file
+        assert name in FIELDS
+        return
+    default = PEFT_FIELDS[name].default
+    assert FIELDS[name].default == ({} if default is dataclasses.MISSING else default)
+
+
+def test_a_config_that_peft_saved_is_read(tmp_path):
+    saved = peft.LoraConfig(
+        r=6,
+        lora_alpha=3,
+        use_rslora=True,
+        target_modules=["q_proj"],
+        exclude_modules=["v_proj"],
+        rank_pattern={"b": 2, "a": 1},
+        alpha_pattern={"x": 5},
+        layers_pattern="h",
+        layers_to_transform=[0, 2],
+        task_type="CAUSAL_LM",
+    )
+    saved.save_pretrained(tmp_path)
+    parsed = parse_adapter_config((tmp_path / "adapter_config.json").read_bytes())
+    assert (parsed.r, parsed.lora_alpha, parsed.use_rslora) == (6, 3.0, True)
+    assert (parsed.target_modules, parsed.exclude_modules) == (("q_proj",), ("v_proj",))
+    assert parsed.rank_pattern == (("a", 1), ("b", 2))  # PEFT sorts while saving
+    assert parsed.alpha_pattern == (("x", 5.0),)
+    assert (parsed.layers_to_transform, parsed.layers_pattern) == ((0, 2), ("h",))
+
+
+def test_patterns_keep_the_order_of_the_file():
+    raw = b'{"peft_type": "LORA", "rank_pattern": {"z": 1, "a": 2, "m": 3}}'
+    assert parse_adapter_config(raw).rank_pattern == (("z", 1), ("a", 2), ("m", 3))
+
+
+REFUSED = {
+    "bias": "lora_only",
+    "use_dora": True,
+    "lora_bias": True,
+    "modules_to_save": ["lm_head"],
+    "fan_in_fan_out": True,
+    "trainable_token_indices": [1],
+    "layer_replication": [[0, 1]],
+    "target_parameters": ["w"],
+    "use_qalora": True,
+    "alora_invocation_tokens": [1, 2],
+    "use_bdlora": {"nblocks": 2},
+    "kasa_config": {"beta": 1},
+    "monteclora_config": {"a": 1},
+    "arrow_config": {"a": 1},
+}
+
+
+def test_every_refused_field_is_tried_below():
+    assert set(REFUSED) == {key for key, field in FIELDS.items() if field.treatment == "refused"}
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED.items())
+def test_refused_fields_name_the_key_and_say_what_to_do(key, value):
+    with pytest.raises(UnsupportedAdapter) as caught:
+        parse_adapter_config(config(**{key: value}))
+    assert caught.value.metadata == {"key": key}
+    assert FIELDS[key].advice in caught.value.message
+    for neutral in (None, FIELDS[key].default, False, [], {}):
+        assert parse_adapter_config(config(**{key: neutral}))
+
+
+@pytest.mark.parametrize("key", [key for key, field in FIELDS.items() if field.treatment == "informational"])
+def test_informational_fields_may_hold_anything(key):
+    assert parse_adapter_config(config(**{key: {"some": "thing"}})) == parse_adapter_config(config())
+
+
+def test_unknown_keys():
+    assert parse_adapter_config(config(enable_lora=None, merge_weights=False, future={}, other=[], name=""))
+    with pytest.raises(UnsupportedAdapter) as caught:
+        parse_adapter_config(config(future_option=1))
+    assert caught.value.metadata == {"key": "future_option"}
+
+
+@pytest.mark.parametrize("value", [True, False, None, "gaussian", "orthogonal", "eva", "mica"])
+def test_plain_initialisations(value):
+    assert parse_adapter_config(config(init_lora_weights=value))
+
+
+@pytest.mark.parametrize(
+    "value", ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "kasa", "PiSSA", "new"]
+)
+def test_other_initialisations(value):
+    with pytest.raises(UnsupportedAdapter, match=value) as caught:
+        parse_adapter_config(config(init_lora_weights=value))
+    assert caught.value.metadata == {"key": "init_lora_weights"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"r": 0}, "r"),
+        ({"r": -1}, "r"),
+        ({"r": True}, "r"),
+        ({"r": "8"}, "r"),
+        ({"r": 8.0}, "r"),
+        ({"lora_alpha": 0}, "lora_alpha"),
+        ({"lora_alpha": "16"}, "lora_alpha"),
+        ({"lora_alpha": float("nan")}, "lora_alpha"),
+        ({"lora_alpha": float("inf")}, "lora_alpha"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
+        ({"use_rslora": 1}, "use_rslora"),
+        ({"target_modules": []}, "target_modules"),
+        ({"target_modules": ""}, "target_modules"),
+        ({"target_modules": [1]}, "target_modules"),
+        ({"target_modules": {"q_proj": 1}}, "target_modules"),
+        ({"target_modules": ["x"] * 5000}, "target_modules"),
+        ({"exclude_modules": 3}, "exclude_modules"),
+        ({"layers_to_transform": "0"}, "layers_to_transform"),
+        ({"layers_to_transform": [-1]}, "layers_to_transform"),
+        ({"layers_to_transform": [True]}, "layers_to_transform"),
+        ({"layers_to_transform": [0], "target_modules": ".*"}, "layers_to_transform"),
+        ({"layers_pattern": "layers"}, "layers_pattern"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern.q_proj"),
+        ({"init_lora_weights": 3}, "init_lora_weights"),
+        ({"base_model_name_or_path": 3}, "base_model_name_or_path"),
+    ],
+)
+def test_wrong_values_name_the_key(keys, key):
+    with pytest.raises(AdapterInvalid) as caught:
+        parse_adapter_config(config(**keys))
+    assert caught.value.metadata == {"key": key}
+
+
+@pytest.mark.parametrize("keys", [{"r": MAX_RANK + 1}, {"rank_pattern": {"q_proj": MAX_RANK + 1}}])
+def test_rank_limit(keys):
+    assert parse_adapter_config(config(r=MAX_RANK)).r == MAX_RANK
+    with pytest.raises(UnsupportedAdapter, match="rank 513"):
+        parse_adapter_config(config(**keys))
+
+
+def test_other_peft_types():
+    with pytest.raises(UnsupportedAdapter, match="IA3"):
+        parse_adapter_config({"peft_type": "IA3"})
+    with pytest.raises(AdapterInvalid, match="peft_type is missing"):
+        parse_adapter_config({"r": 8})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\xff\xfe",
+        b'{"peft_type": "LORA", "r": NaN}',
+        b'{"peft_type": "LORA", "peft_type": "LORA"}',
+        b'{"a": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"r": ' + b"1" * 5000 + b"}",
+        b" " * (1 << 20) + b"{}",
+    ],
+)
+def test_malformed_json_names_the_file(raw):
+    with pytest.raises(AdapterInvalid) as caught:
+        parse_adapter_config(raw)
+    assert caught.value.metadata == {"file": "adapter_config.json"}
+    assert len(caught.value.message) < 400
+
+
+def test_whole_surrogate_pairs_are_text():
+    raw = json.dumps(config(base_model_name_or_path="😀")).encode()
+    assert b"\\ud83d" in raw
+    assert parse_adapter_config(raw).base_model_name_or_path == "😀"
