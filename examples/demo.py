@@ -69,6 +69,7 @@ async def ask(client: Client, console: Console, prompt: str) -> tuple[int, float
         tokens = sum(c.tokens for c in columns)
         first = ", ".join(f"{c.first_token * 1e3:.0f}" for c in columns)
         live.update(frame(prompt, columns, f"{tokens} tokens, {tokens / seconds:.0f} tokens/s; first token {first} ms"))
+    console.print()
     return tokens, seconds
 
 

@@ -7,8 +7,15 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from shared.errors import LoraplexError
+
 _ERROR = "error: "
 _MAX_LINE_BYTES = 1 << 20
+
+
+def failure_line(error: LoraplexError) -> str:
+    """The line of standard error with which a process says why it could not start."""
+    return f"{_ERROR}{error.summary}"
 
 
 class ChildSpec(NamedTuple):
@@ -111,7 +118,10 @@ def _words(line: str) -> str:
         entry = json.loads(line)
     except ValueError:
         return ""
-    return str(entry.get("message", "")) if entry.get("level") in ("error", "critical") else ""
+    if entry.get("level") not in ("error", "critical"):
+        return ""
+    exception = str(entry.get("exception", "")).strip().rpartition("\n")[2]
+    return ": ".join(part for part in (str(entry.get("message", "")), exception) if part)
 
 
 async def stop_in_stages(children: Sequence[Child]) -> None:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import msgspec
 
 ENV_PREFIX = "LORAPLEX_INFERENCE_"
-EXIT_CONFIG = 2  # exit code of a process that starting again cannot help
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 _UNITS["ti"] = 1 << 40
@@ -25,7 +24,8 @@ def parse_size(text: str) -> int:
 
 
 def _is_size(text: str) -> str | None:
-    return None if _SIZE.fullmatch(text.strip()) else "a size such as 256MiB"
+    is_right = _SIZE.fullmatch(text.strip()) and parse_size(text) > 0
+    return None if is_right else "a size such as 256MiB"
 
 
 def _is_positive(value: float) -> str | None:

@@ -82,7 +82,7 @@ def make_run_folder() -> Path:
 
 
 def child_specs(config: InferenceConfig, base: BaseModel, run_folder: Path, host_arena_fd: int) -> list[ChildSpec]:
-    """The adapter process, the engine process and the API processes."""
+    """The adapter process, the engine process and the API processes. Stages: who is asked ends after who asks."""
     api_address = f"ipc://{run_folder}/engine.sock"
     adapter_address = f"ipc://{run_folder}{_LONGEST_SOCKET}"
     adapters = AdapterProcessStart(
@@ -95,21 +95,12 @@ def child_specs(config: InferenceConfig, base: BaseModel, run_folder: Path, host
         "host_arena_fd": host_arena_fd,
         "log_level": config.log_level,
     }
-    api = ApiStart(
-        listen=config.listen,
-        reuse_port=config.api_processes > 1,
-        model_folder=str(base.folder),
-        model_id=base.model_id,
-        api_address=api_address,
-        adapter_address=adapter_address,
-        drain_grace=config.drain_grace,
-        log_level=config.log_level,
-    )
+    api = _api_start(config, base, api_address, adapter_address)
     # A new adapter process waits for the engine, which may still read the arena that it would write.
     again = msgspec.structs.replace(adapters, wait_for_engine=True)
     api_grace = config.drain_grace + _STOP_SECONDS
     return [
-        _spec("adapters", "inference_service.adapters.process", adapters, again, fds=(host_arena_fd,)),
+        _spec("adapters", "inference_service.adapters.process", adapters, again, stage=2, fds=(host_arena_fd,)),
         _spec("engine", "inference_service.engine.process", engine, engine, fds=(host_arena_fd,)),
         *(
             _spec("api", "inference_service.server", api, api, stage=0, grace=api_grace, hears_events=True)
@@ -132,6 +123,19 @@ def _spec(
     argv = (sys.executable, "-m", module)
     lines = (msgspec.json.encode(start), msgspec.json.encode(restart))
     return ChildSpec(role, argv, *lines, stage=stage, grace=grace, pass_fds=fds, hears_events=hears_events)
+
+
+def _api_start(config: InferenceConfig, base: BaseModel, api_address: str, adapter_address: str) -> ApiStart:
+    return ApiStart(
+        listen=config.listen,
+        reuse_port=config.api_processes > 1,
+        model_folder=str(base.folder),
+        model_id=base.model_id,
+        api_address=api_address,
+        adapter_address=adapter_address,
+        drain_grace=config.drain_grace,
+        log_level=config.log_level,
+    )
 
 
 def _adapter_config(config: InferenceConfig, base: BaseModel) -> AdapterProcessConfig:

@@ -21,12 +21,13 @@ import uvloop
 from inference_service import control_servicer, servicer
 from inference_service.adapters.client import AdapterClient
 from inference_service.availability import Availability
-from inference_service.config import EXIT_CONFIG, ApiStart
+from inference_service.child import failure_line
+from inference_service.config import ApiStart
 from inference_service.control_servicer import ControlServicer
 from inference_service.engine.client import EngineClient
 from inference_service.served_model import ServedModel, load_served_model
 from inference_service.servicer import InferenceServicer
-from inference_service.types import EngineReady
+from inference_service.types import EXIT_CONFIG, EngineReady
 from loraplex.inference.v1.control_pb2_grpc import add_AdapterControlServiceServicer_to_server
 from loraplex.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from shared import log as log_setup
@@ -82,7 +83,7 @@ async def start(
     """Start serving at `listen`; ready as soon as the engine is.
 
     Raises:
-        Unavailable: the address is taken.
+        InvalidArgument: the address is taken.
     """
     availability = Availability()
 
@@ -158,7 +159,7 @@ def main() -> int:
     try:
         uvloop.run(run())
     except LoraplexError as error:
-        print(f"error: {error.reason}: {error.message}", file=sys.stderr)
+        print(failure_line(error), file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, InvalidArgument) else 1
     return 0
 

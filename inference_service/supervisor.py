@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from inference_service.child import Child, ChildSpec, stop_in_stages
-from inference_service.config import EXIT_CONFIG
+from inference_service.types import EXIT_CONFIG
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ class RestartPolicy(NamedTuple):
     A restart waits `first_delay` seconds, twice as long after each further quick failure, at most `max_delay`.
     """
 
-    quick_seconds: float = 10.0
+    quick_seconds: float = 60.0
     max_quick_failures: int = 3
     first_delay: float = 0.25
     max_delay: float = 10.0

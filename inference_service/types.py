@@ -15,6 +15,8 @@ from shared.errors import ErrorRecord
 
 FinishReason = Literal["stop", "length"]
 
+EXIT_CONFIG = 2  # exit code of a process that starting again cannot help
+
 
 class Sampling(msgspec.Struct, frozen=True):
     """How the next token is chosen. Defaults are those of the public contract."""

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import uvloop
 
@@ -14,8 +13,9 @@ from registry_service import migrations
 from registry_service.config import ENV_PREFIX, RegistryConfig
 from registry_service.server import start
 from shared import log as json_log
-from shared.config import ConfigError, load, options
+from shared.config import ConfigError, load
 from shared.errors import LoraplexError
+from shared.flags import flag_parser
 from shared.grpc_server import stop_on_signals
 
 log = logging.getLogger(__name__)
@@ -47,24 +47,13 @@ async def serve(config: RegistryConfig) -> None:
     running = await start(config)
     await stop.wait()
     log.info("the registry drains")
-    await running.stop(config.drain_seconds)
+    await running.stop(config.drain_grace)
     log.info("the registry has stopped")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("registry_service", description="The registry of LoRA adapters.")
+    parser = flag_parser(RegistryConfig, "loraplex registry", "The registry of LoRA adapters.")
     parser.add_argument("command", nargs="?", choices=["serve", "migrate"], default="serve")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the same settings.")
-    for option in options(RegistryConfig):
-        shown = f" (default: {option.default})" if option.default else ""
-        parser.add_argument(
-            option.flag,
-            dest=option.name,
-            action="append" if option.repeated else "store",
-            choices=option.choices or None,
-            metavar="NAME=DIR" if option.mapping else None,
-            help=f"{option.help}{shown}",
-        )
     return parser
 
 

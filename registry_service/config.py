@@ -1,7 +1,6 @@
 """The registry's settings. `shared.config.load` reads them from TOML, `LORAPLEX_REGISTRY_…` variables and flags."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from shared.errors import InvalidArgument
@@ -19,13 +18,11 @@ def _is_database(url: str) -> str | None:
 
 
 def _are_roots(roots: dict[str, str]) -> str | None:
-    for name, folder in roots.items():
+    for name in roots:
         try:
             check_id(name, "name")
         except InvalidArgument:
             return f"names like those of adapters for file roots, not {name!r}"
-        if not Path(folder).is_dir():
-            return f"existing folders; {folder} is none"
     return None
 
 
@@ -63,7 +60,7 @@ class RegistryConfig:
         default=10.0,
         metadata={"help": "How long a resolution may be used without asking again.", "check": _is_positive},
     )
-    drain_seconds: float = field(
+    drain_grace: float = field(
         default=20.0, metadata={"help": "How long running calls may take after SIGTERM.", "check": _is_positive}
     )
     log_level: LogLevel = field(default="info", metadata={"help": "Least severe records to log."})

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from registry_service.registration import Registrar
 from registry_service.service import RegistryService
 from registry_service.servicer import RegistryServicer
 from registry_service.validation import Limits
-from shared.errors import Unavailable
+from shared.errors import InvalidArgument
 from shared.grpc_server import BoundServer, create_server, drain
 
 log = logging.getLogger(__name__)
@@ -44,19 +45,20 @@ async def start(config: RegistryConfig) -> RunningRegistry:
     Raises:
         SchemaOutdated: Postgres has not been migrated.
         RegistryUnavailable: the database cannot be reached.
-        Unavailable: the address is taken.
+        InvalidArgument: a file root does not exist, or the address is taken.
     """
+    roots = _existing(config.file_roots)
     prepare = migrations.upgrade if is_sqlite(config.database) else migrations.check
     await asyncio.to_thread(prepare, config.database)
     database = Database(config.database)
-    registrar, servicer = _build(config, database)
+    registrar, servicer = _build(config, roots, database)
     try:
         bound = await create_server(
             config.listen,
             lambda server: registry_pb2_grpc.add_AdapterRegistryServiceServicer_to_server(servicer, server),
             [SERVICE],
         )
-    except Unavailable:
+    except InvalidArgument:
         await registrar.close()
         await database.close()
         raise
@@ -66,8 +68,14 @@ async def start(config: RegistryConfig) -> RunningRegistry:
     return RunningRegistry(bound.port, database, bound, registrar)
 
 
-def _build(config: RegistryConfig, database: Database) -> tuple[Registrar, RegistryServicer]:
-    roots = {name: Path(folder).resolve() for name, folder in config.file_roots.items()}
+def _existing(file_roots: Mapping[str, str]) -> dict[str, Path]:
+    missing = [f"{name}={folder}" for name, folder in file_roots.items() if not Path(folder).is_dir()]
+    if missing:
+        raise InvalidArgument.of("file_roots", f"no such folder: {', '.join(missing)}")
+    return {name: Path(folder).resolve() for name, folder in file_roots.items()}
+
+
+def _build(config: RegistryConfig, roots: dict[str, Path], database: Database) -> tuple[Registrar, RegistryServicer]:
     limits = Limits(config=config.max_config_bytes, weights=config.max_adapter_bytes)
     registrar = Registrar(database, roots, limits, config.registration_seconds)
     service, base_models = RegistryService(database, registrar), BaseModels(database)

@@ -84,6 +84,11 @@ class LoraplexError(Exception):
         self.metadata = dict(metadata or {})
         self.retry_after = retry_after
 
+    @property
+    def summary(self) -> str:
+        """Reason and message in one line."""
+        return f"{self.reason}: {self.message}"
+
     def record(self) -> ErrorRecord:
         """This error as data."""
         return ErrorRecord(self.reason, self.message, self.metadata, self.retry_after, self.violations)
@@ -109,7 +114,7 @@ class RequestIdReused(InvalidArgument):
 
 
 class NotFound(LoraplexError):
-    code = "NOT_FOUND"
+    code = reason = "NOT_FOUND"
 
 
 class AdapterNotFound(NotFound):
@@ -121,7 +126,7 @@ class BaseModelNotFound(NotFound):
 
 
 class FailedPrecondition(LoraplexError):
-    code = "FAILED_PRECONDITION"
+    code = reason = "FAILED_PRECONDITION"
 
 
 class BaseModelUnknown(FailedPrecondition):
@@ -193,7 +198,7 @@ class PermissionDenied(LoraplexError):
 
 
 class ResourceExhausted(LoraplexError):
-    code = "RESOURCE_EXHAUSTED"
+    code = reason = "RESOURCE_EXHAUSTED"
 
 
 class QueueFull(ResourceExhausted):
@@ -213,7 +218,7 @@ class NamespaceQuota(ResourceExhausted):
 
 
 class Unavailable(LoraplexError):
-    code = "UNAVAILABLE"
+    code = reason = "UNAVAILABLE"
 
 
 class SourceUnavailable(Unavailable):

@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from shared.errors import Unavailable
+from shared.errors import InvalidArgument
 from shared.interceptors import ErrorInterceptor
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ async def create_server(
     """Binds `listen` ("host:port", port 0 = any free one). Readiness starts as NOT_SERVING.
 
     Raises:
-        Unavailable: the address is taken or not ours.
+        InvalidArgument: the address is taken or not ours.
     """
     server = grpc.aio.server(
         interceptors=[ErrorInterceptor()],
@@ -93,7 +93,8 @@ async def create_server(
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
-        raise Unavailable(f"cannot listen on {listen}: is the address in use?") from error
+        await server.stop(None)
+        raise InvalidArgument.of("listen", f"cannot listen on {listen}: is the address in use?") from error
     return BoundServer(server, port, readiness)
 
 

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from shared.errors import Internal, LoraplexError
+from shared.errors import Internal, InvalidArgument, LoraplexError
 from shared.status import to_grpc_status
 
 log = logging.getLogger(__name__)
@@ -30,18 +31,39 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         method = handler_call_details.method
         if handler is None or not method.startswith("/loraplex."):
             return handler
+        parse = _reader(handler.request_deserializer)
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
-                _stream(handler.unary_stream, method), handler.request_deserializer, handler.response_serializer
+                _stream(handler.unary_stream, method), parse, handler.response_serializer
             )
         return grpc.unary_unary_rpc_method_handler(
-            _unary(handler.unary_unary, method), handler.request_deserializer, handler.response_serializer
+            _unary(handler.unary_unary, method), parse, handler.response_serializer
         )
+
+
+class _Malformed:
+    """Stands for a request whose bytes are no message, so that the handler can answer with a typed error."""
+
+
+def _reader(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def read(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return _Malformed()
+
+    return read
+
+
+def _check(request: Any) -> None:
+    if isinstance(request, _Malformed):
+        raise InvalidArgument.of("request", "is not a valid message; strings must be UTF-8")
 
 
 def _unary(behaviour: Any, method: str) -> Any:
     async def handle(request: Any, context: Any) -> Any:
         try:
+            _check(request)
             return await behaviour(request, context)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
@@ -54,6 +76,7 @@ def _unary(behaviour: Any, method: str) -> Any:
 def _stream(behaviour: Any, method: str) -> Any:
     async def handle(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
+            _check(request)
             async for response in behaviour(request, context):
                 yield response
         except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):

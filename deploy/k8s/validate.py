@@ -13,11 +13,20 @@ from typing import Any
 
 import yaml
 
+from inference_service.config import InferenceConfig
+from registry_service.config import RegistryConfig
+from shared.config import ConfigError, load
+
 K8S = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent
 SERVICES = {
     "registry": (50051, "loraplex.registry.v1.AdapterRegistryService"),
     "inference": (50052, "loraplex.inference.v1.InferenceService"),
+}
+# The second of each: settings that name folders of the cluster, which this machine has not got.
+CONFIGS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "registry": (RegistryConfig, {"file_roots": ["any=."]}),
+    "inference": (InferenceConfig, {"file_roots": ["any=."], "model": "."}),
 }
 
 
@@ -78,6 +87,23 @@ def probe_errors(container: dict[str, Any]) -> Iterator[str]:
             yield f"{probe} is not a gRPC probe of {name or 'liveness'} on port {port}"
 
 
+def config_errors(config_map: dict[str, Any]) -> Iterator[str]:
+    """Wrong keys and values in the services' configuration files."""
+    for name, text in config_map["data"].items():
+        service = name.removesuffix(".toml")
+        cls, elsewhere = CONFIGS[service]
+        with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+            file.write(text)
+            file.flush()
+            try:
+                config = load(cls, toml=Path(file.name), env={}, prefix="", flags=elsewhere)
+            except ConfigError as error:
+                yield str(error)
+                continue
+        if not config.listen.endswith(f":{SERVICES[service][0]}"):
+            yield f"{name}: listen is not on port {SERVICES[service][0]}"
+
+
 def overlay_errors(overlay: Path) -> list[str]:
     """All that is wrong with one overlay."""
     manifests = build(overlay)
@@ -85,6 +111,8 @@ def overlay_errors(overlay: Path) -> list[str]:
     for item in yaml.safe_load_all(manifests):
         if item["kind"] in ("Deployment", "StatefulSet"):
             errors += [f"{item['kind']} {item['metadata']['name']}: {error}" for error in pod_errors(item)]
+        elif item["kind"] == "ConfigMap":
+            errors += config_errors(item)
     return errors
 
 

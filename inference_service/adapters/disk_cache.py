@@ -6,6 +6,7 @@ deletes lies in a work folder of its own, locked while it lives; start-up sweeps
 """
 
 import fcntl
+import hashlib
 import logging
 import os
 import re
@@ -17,8 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
-from shared.digest import FileEntry
-from shared.errors import AdapterMemory
+from shared.digest import FileEntry, manifest_digest
+from shared.errors import AdapterMemory, InvalidArgument
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,20 @@ class DiskCache:
         log.warning("the cached %s is incomplete and is fetched again", digest)
         self.discard(digest)
         return None
+
+    def manifest(self, digest: str) -> tuple[FileEntry, ...] | None:
+        """What the adapter's folder holds, hashed, if that is `digest`; for when the registry's word is not at hand."""
+        if not _HEX.fullmatch(digest.removeprefix(_PREFIX)):
+            return None
+        files = []
+        try:
+            for path in self._folder(digest).iterdir():
+                with path.open("rb") as file:
+                    sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                    files.append(FileEntry(path.name, os.fstat(file.fileno()).st_size, sha256))
+            return tuple(files) if manifest_digest(files) == digest else None
+        except (OSError, InvalidArgument):
+            return None
 
     @contextmanager
     def _room(self, nbytes: int) -> Iterator[None]:

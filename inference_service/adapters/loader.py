@@ -122,23 +122,32 @@ class AdapterLoader:
         """The blob of `digest`, referenced until `release`; staged again if it was evicted.
 
         Raises:
-            AdapterNotFound: no version of this digest was prepared since this process started.
+            AdapterNotFound: no version of this digest was prepared since this process started, and it is not on disk.
             LoraplexError: as `prepare`; AdapterMemory with `retry_after` when blobs in use leave no room for seconds.
         """
         deadline = self._clock() + ROOM_SECONDS
         while (blob := self._tiers.host.acquire(digest)) is None:
-            known = self._known.get(digest)
-            if known is None:
-                raise AdapterNotFound(f"no adapter {digest} is known here", metadata={"digest": digest})
+            version = await self._version(digest)
             self._room.clear()
             try:
-                await self._stage(next(reversed(known.versions.values())))
+                await self._stage(version)
             except AdapterMemory as error:
                 if not _is_for_want_of_room(error) or self._clock() >= deadline:
                     raise
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._room.wait(), BUSY_RETRY_SECONDS)
         return blob
+
+    async def _version(self, digest: str) -> ResolvedVersion:
+        """The version resolved last, else what the disk tier holds: its digest says what the files must be."""
+        known = self._known.get(digest)
+        if known is not None and known.versions:
+            return next(reversed(known.versions.values()))
+        loop = asyncio.get_running_loop()
+        files = await loop.run_in_executor(self._workers.fetching, self._tiers.disk.manifest, digest)
+        if files is None:
+            raise AdapterNotFound(f"no adapter {digest} is known here", metadata={"digest": digest})
+        return ResolvedVersion(digest, 0, "", digest, files, sources=(), rank=0)
 
     def release(self, digest: str) -> None:
         """The engine has copied the blob."""
@@ -170,7 +179,7 @@ class AdapterLoader:
 
     def _named(self, digest: str, level: str, nbytes: int) -> list[StagedAdapter]:
         known = self._known.get(digest)
-        versions = [(v.name, v.rank) for v in known.versions.values()] if known else [("", 0)]
+        versions = [(v.name, v.rank) for v in known.versions.values()] if known and known.versions else [("", 0)]
         return [StagedAdapter(name, digest, level, rank, nbytes) for name, rank in versions]  # type: ignore[arg-type]
 
     def _learn(self, version: ResolvedVersion) -> None:
@@ -192,7 +201,7 @@ class AdapterLoader:
             return layout
 
     async def _stage(self, version: ResolvedVersion) -> BlobLayout:
-        return await self._flights.run(version.name, lambda: self._load(version))
+        return await self._flights.run(f"{version.name} {version.digest}", lambda: self._load(version))
 
     async def _load(self, version: ResolvedVersion) -> BlobLayout:
         """One load of a digest at a time; a version whose sources fail does not fail another of the same digest."""
@@ -232,8 +241,7 @@ class AdapterLoader:
         model, dtype = self._packing
         opened = await loop.run_in_executor(self._workers.packing, open_adapter, folder, version.files, model, dtype)
         with opened:
-            self._learn(version)
-            self._known[version.digest].layout = opened.layout
+            self._known.setdefault(version.digest, _Known()).layout = opened.layout
             await self._arena_free.wait()
             offset = self._tiers.host.reserve(version.digest, opened.layout)
             blob = self._tiers.arena[offset : offset + opened.layout.nbytes]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from inference_service.adapters.flights import Flights
 from inference_service.adapters.resolution import BaseModelIdentity, Resolution, ResolvedVersion, read_resolution
@@ -152,7 +153,7 @@ class RegistryClient:
         try:
             response = await self._stub.ResolveAdapter(request, timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError as rpc_error:
-            error = from_rpc_error(rpc_error)
+            error = _error_of(rpc_error)
             if isinstance(error, _VERDICTS):
                 self._came_up()
                 raise error from None
@@ -200,7 +201,7 @@ class RegistryClient:
         try:
             await self._stub.RegisterBaseModel(request, timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError as rpc_error:
-            error = from_rpc_error(rpc_error)
+            error = _error_of(rpc_error)
             if isinstance(error, BaseModelConflict):
                 log.error("base model %s: the registry has another one of this name: %s", request.id, error)
                 return "conflict"
@@ -223,6 +224,13 @@ class RegistryClient:
         for task in self._refreshes:
             task.cancel()
         await self._channel.close(grace=None)
+
+
+def _error_of(rpc_error: grpc.aio.AioRpcError) -> LoraplexError:
+    try:
+        return from_rpc_error(rpc_error)
+    except (ValueError, DecodeError) as malformed:  # details that are no status, or another one than the call's
+        return RegistryUnavailable(f"malformed error details: {malformed!s:.100}")
 
 
 def _unreachable(error: LoraplexError) -> str:

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from shared.errors import InvalidArgument
+
 Device = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -61,13 +63,15 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.max_batched_tokens < self.max_num_seqs:
-            raise ValueError("max_batched_tokens must be at least max_num_seqs: every running sequence decodes")
+            text = f"must be at least max_num_seqs ({self.max_num_seqs}): every running sequence decodes in a step"
+            raise InvalidArgument.of("max_batched_tokens", text)
 
 
 def limits_for(config: EngineConfig, device: str, max_position: int, kv_tokens: int) -> EngineLimits:
     """The limits that `config` means on `device` for a model of `max_position` and a KV cache of `kv_tokens`."""
     cuda = device == "cuda"
-    max_num_seqs = config.max_num_seqs or (256 if cuda else 64)
+    default_seqs = 256 if cuda else 64
+    max_num_seqs = config.max_num_seqs or min(default_seqs, config.max_batched_tokens or default_seqs)
     return EngineLimits(
         max_model_len=min(config.max_model_len or 8192, max_position, kv_tokens),
         max_num_seqs=max_num_seqs,

@@ -86,7 +86,7 @@ class AdapterControl:
         return True
 
     def _answer_unload(self, client: bytes, call: UnloadAdapter) -> bool:
-        if self._adapters.state(call.digest) is not None:
+        if self._adapters.begin_unload(call.digest) is not None:  # again, in case a load asked for it meanwhile
             return False
         self._answers.append(Answer(client, Reply(call.call_id)))
         return True

@@ -1,4 +1,4 @@
-"""The engine process: sockets around `Engine.step`.
+"""The engine process: loads the model, connects the parts, serves until told to stop.
 
 Started as `python -m inference_service.engine.process` with one JSON line on stdin (`StartMessage`); the end of stdin
 means that the parent has died.
@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from types import FrameType
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -23,37 +22,18 @@ from inference_service.engine.blocks import BlockAllocator
 from inference_service.engine.config import EngineConfig
 from inference_service.engine.control import AdapterControl
 from inference_service.engine.engine import Engine
+from inference_service.engine.loop import EngineLoop, Parts
 from inference_service.engine.runner import ModelRunner
 from inference_service.engine.scheduler import Scheduler
-from inference_service.lora.adapter import AdapterPool, AdapterState
+from inference_service.engine.sockets import AdapterSocket, ApiSocket
+from inference_service.lora.adapter import AdapterPool
 from inference_service.lora.slots import SlotTable
-from inference_service.types import (
-    Abort,
-    Acquire,
-    Acquired,
-    AcquireFailed,
-    AdapterResponse,
-    EngineReady,
-    EngineRequest,
-    EngineResponse,
-    EngineStarted,
-    Hello,
-    Release,
-    Reply,
-    Submit,
-    decode_adapter_response,
-    decode_engine_request,
-    encode,
-)
-from shared.errors import Internal
+from inference_service.types import EXIT_CONFIG, EngineReady
+from shared.errors import InvalidArgument, LoraplexError
 from shared.log import setup
 
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 1.0
-COPY_SECONDS = 0.001  # how often a copy under way is looked at while nothing else happens
-MESSAGES_PER_STEP = 256
-OUTPUT_HIGH_WATER = 10_000  # messages an API process may be behind before it counts as dead
 PAGE_LOCK_BYTES = 256 << 20
 PARENT_GRACE_SECONDS = 10.0
 
@@ -66,230 +46,6 @@ class StartMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adapter_address: str
     host_arena_fd: int
     log_level: str = "INFO"
-
-
-# ---- sockets
-
-
-class ApiSocket:
-    """The ROUTER that API processes connect to."""
-
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
-        self.socket = context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted API process takes its name over
-        self.socket.setsockopt(zmq.SNDHWM, OUTPUT_HIGH_WATER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(address)
-
-    def receive(self) -> tuple[bytes, EngineRequest] | None:
-        """The next message and who sent it, or None. What cannot be read is logged and skipped."""
-        while True:
-            try:
-                client, payload = self.socket.recv_multipart(zmq.NOBLOCK)
-                return client, decode_engine_request(payload)
-            except zmq.Again:
-                return None
-            except (msgspec.DecodeError, ValueError) as error:
-                log.error("unreadable message from an API process: %s", error)
-
-    def send(self, client: bytes, message: EngineResponse) -> bool:
-        """False if the client is gone, or so far behind that it may as well be."""
-        try:
-            self.socket.send_multipart([client, encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            log.warning("API process %r is gone: %s", client, error)
-            return False
-        return True
-
-
-class AdapterSocket:
-    """The DEALER to the adapter process.
-
-    `held`: digests whose blobs the engine may still read. `was_lost`: the adapter process went away, and the caller
-    has not called `start_anew` yet.
-    """
-
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, b"engine")
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.socket.connect(address)
-        self.socket.send(encode(EngineStarted()))
-        self.held: set[str] = set()
-        self.was_lost = False
-        self._unanswered: dict[str, None] = {}
-
-    def acquire(self, digest: str) -> None:
-        """Ask for a blob; `receive` has the answer."""
-        self._unanswered[digest] = None
-        if not self.was_lost:
-            self.socket.send(encode(Acquire(digest)))
-
-    def release(self, digest: str) -> None:
-        """Give a blob back."""
-        self.held.discard(digest)
-        if not self.was_lost:
-            self.socket.send(encode(Release(digest)))
-
-    def receive(self) -> AdapterResponse | None:
-        """The next answer, or None."""
-        while self.monitor.poll(0):
-            self.monitor.recv_multipart()
-            self.was_lost = True
-        try:
-            message = decode_adapter_response(self.socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return None
-        if self.was_lost:
-            return None  # of the old process: its blobs are void
-        if isinstance(message, Acquired | AcquireFailed):
-            self._unanswered.pop(message.digest, None)
-        if isinstance(message, Acquired):
-            self.held.add(message.digest)
-        return message
-
-    def start_anew(self) -> None:
-        """Tell a new adapter process that no blob is in use, and ask it for what its predecessor did not answer."""
-        assert not self.held, "blobs are in use"
-        while self.socket.poll(0):
-            self.socket.recv()
-        self.was_lost = False
-        self.socket.send(encode(EngineStarted()))
-        for digest in self._unanswered:
-            self.socket.send(encode(Acquire(digest)))
-
-
-# ---- the loop
-
-
-class Parts(NamedTuple):
-    """What the loop connects."""
-
-    engine: Engine
-    control: AdapterControl
-    pool: AdapterPool
-    api: ApiSocket
-    adapters: AdapterSocket
-    ready: EngineReady
-    host_bytes: int
-
-
-class EngineLoop:
-    """Receives, steps and sends until told to stop."""
-
-    def __init__(self, parts: Parts, wake: socket.socket) -> None:
-        self._parts = parts
-        self._poller = zmq.Poller()
-        for source in (parts.api.socket, parts.adapters.socket, parts.adapters.monitor, wake):
-            self._poller.register(source, zmq.POLLIN)
-        self._is_busy = False
-        self.stopping = False
-
-    def run(self) -> None:
-        """Until `stopping`."""
-        while not self.stopping:
-            if self._poller.poll(0 if self._is_busy else self._idle_milliseconds()):
-                self._receive()
-            self._step()
-
-    def _step(self) -> None:
-        """One step, and one message to every API process that it concerns."""
-        engine, pool = self._parts.engine, self._parts.pool
-        pool.poll()
-        outputs = engine.step(time.monotonic())
-        self._is_busy = engine.is_computing
-        for client, output in outputs.items():
-            self._send(client, output)
-        for client, reply in self._parts.control.poll():
-            self._send(client, reply)
-
-    def _send(self, client: bytes, message: EngineResponse) -> None:
-        if not self._parts.api.send(client, message):
-            self._drop(client)
-
-    def _drop(self, client: bytes) -> None:
-        self._parts.engine.drop_client(client)
-        self._parts.control.drop_client(client)
-
-    def _receive(self) -> None:
-        while (answer := self._parts.adapters.receive()) is not None:
-            self._receive_answer(answer)
-        if self._parts.adapters.was_lost:
-            self._give_up_blobs()
-        for _ in range(MESSAGES_PER_STEP):
-            message = self._parts.api.receive()
-            if message is None:
-                return
-            self._receive_request(*message)
-
-    def _receive_request(self, client: bytes, message: EngineRequest) -> None:
-        engine = self._parts.engine
-        match message:
-            case Submit(spec):
-                engine.submit(client, spec)
-            case Abort(request_id, index):
-                engine.abort(client, request_id, index)
-            case Hello():
-                self._drop(client)  # whatever its predecessor asked for
-                self._send(client, self._parts.ready)
-            case _:
-                self._parts.control.receive(client, message)
-
-    def _receive_answer(self, answer: AdapterResponse) -> None:
-        pool = self._parts.pool
-        match answer:
-            case Acquired() if fits(answer, self._parts.host_bytes):
-                pool.on_acquired(answer)
-            case Acquired():
-                log.error("blob of %s lies outside the host arena", answer.digest)
-                self._parts.adapters.release(answer.digest)
-                error = Internal("internal error (blob outside the host arena)")
-                pool.on_acquire_failed(AcquireFailed(answer.digest, error.record()))
-            case AcquireFailed():
-                pool.on_acquire_failed(answer)
-            case Reply():
-                log.error("the adapter process answered a call that the engine did not make")
-
-    def _give_up_blobs(self) -> None:
-        """The adapter process is being replaced, and its successor writes the arena anew as soon as it hears of us.
-
-        What waits for room is forgotten, and asked for again by the requests that want it; copies under way end first.
-        """
-        adapters, pool = self._parts.adapters, self._parts.pool
-        log.warning("the adapter process is gone; giving %d blobs up", len(adapters.held))
-        for digest in tuple(adapters.held):
-            if pool.state(digest) is AdapterState.PLACING:
-                pool.begin_unload(digest)
-        while adapters.held:
-            pool.poll()
-            time.sleep(COPY_SECONDS)
-        adapters.start_anew()
-
-    def _idle_milliseconds(self) -> int:
-        """How long to wait for a message when the last step had nothing to compute."""
-        engine, pool, now = self._parts.engine, self._parts.pool, time.monotonic()
-        wanted = {request.spec.adapter_digest for request in engine.scheduler.requests.values()}
-        if any(pool.state(d) is AdapterState.COPYING for d in (*wanted, *self._parts.control.loading) if d):
-            return int(COPY_SECONDS * 1e3)
-        deadline = engine.scheduler.next_deadline()
-        until_deadline = IDLE_SECONDS if deadline is None else deadline - now
-        return int(1e3 * min(IDLE_SECONDS, max(until_deadline, 0.0))) + 1
-
-
-def fits(answer: Acquired, host_bytes: int) -> bool:
-    """Whether the blob and its parts lie within the host arena."""
-    layout = answer.layout
-    return 0 <= answer.host_offset <= host_bytes - layout.nbytes and all(
-        0 <= chunk.offset <= layout.nbytes - chunk.nbytes for chunk in layout.chunks
-    )
-
-
-# ---- start and end
 
 
 def main(start: StartMessage, wake: socket.socket, stop: "Stop") -> None:
@@ -404,6 +160,9 @@ def run_from_stdin() -> int:
     watch_parent()
     try:
         main(start, wake, stop)
+    except LoraplexError as error:
+        print(f"error: {error.summary}", file=sys.stderr)
+        return EXIT_CONFIG if isinstance(error, InvalidArgument) else 1
     except Exception:
         log.exception("the engine ends")
         return 1

@@ -16,7 +16,6 @@ from inference_service.types import Sampling, TokenLogprobs
 
 GREEDY_BELOW = 1e-5  # of temperature: dividing by less overflows
 NEVER = float("-inf")
-GUMBEL_RANGE = 20.0  # more than the noise of two tokens can differ by: see `gumbel`
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +194,7 @@ def _choose_by_row(scores: torch.Tensor, cutoffs: torch.Tensor, rows: Items[Row]
 
 def _choose(scores: torch.Tensor, cutoff: torch.Tensor, row: Row) -> int:
     vocab = scores.shape[0]
-    cutoff = torch.maximum(cutoff, scores.max() - GUMBEL_RANGE)  # what is below cannot win, whatever its noise
-    kept = (scores >= cutoff).nonzero().squeeze(1).numpy()
-    if len(kept) < vocab // (2 * LANES):
+    if cutoff > NEVER and len(kept := (scores >= cutoff).nonzero().squeeze(1).numpy()) < vocab // (2 * LANES):
         words = token_noise(kept // LANES, *_counters(row))
         bits = np.choose(kept % LANES, words)
         noisy = scores[torch.from_numpy(kept)] + gumbel(torch.from_numpy(bits))
@@ -205,7 +202,8 @@ def _choose(scores: torch.Tensor, cutoff: torch.Tensor, row: Row) -> int:
     groups = np.arange(-(-vocab // LANES))
     words = token_noise(groups, *_counters(row))
     noise = gumbel(torch.from_numpy(np.stack(words, axis=-1).reshape(-1)[:vocab]))
-    return int(noise.add_(scores).masked_fill_(scores < cutoff, NEVER).argmax())
+    noise.add_(scores)
+    return int((noise.masked_fill_(scores < cutoff, NEVER) if cutoff > NEVER else noise).argmax())
 
 
 def _choose_at_once(scores: torch.Tensor, cutoffs: torch.Tensor, rows: Items[Row]) -> torch.Tensor:

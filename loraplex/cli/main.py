@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _explain(error: LoraplexError) -> str:
-    lines = [f"{error.reason}: {error.message}"]
+    lines = [error.summary]
     lines += [f"  {key}: {value}" for key, value in sorted(error.metadata.items())]
     if error.retry_after is not None:
         lines.append(f"  retry after {error.retry_after:g} s")

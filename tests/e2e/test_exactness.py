@@ -16,8 +16,8 @@ MAX_TOKENS = 64
 
 VARIANTS = {
     "default": [],
-    "prefix cache off, chunks of 16": ["--no-prefix-caching", "--max-batched-tokens=16"],
-    "preemption": ["--no-prefix-caching", "--max-model-len=160", "--kv-cache-memory=10MiB"],
+    "prefix cache off, chunks of 16": ["--no-prefix-caching", "--max-batched-tokens=16", "--max-num-seqs=8"],
+    "preemption": ["--no-prefix-caching", "--max-model-len=160", "--kv-cache-memory=7MiB"],
 }
 
 
@@ -35,7 +35,7 @@ def check(oracle: Oracle, prompts: dict[str, list[int]], answers: dict[tuple[str
     print(f"{found.tokens} tokens, {found.ties} ties, worst logprob difference {found.worst_logprob:.1e}")
     assert not found.mismatches
     assert found.worst_logprob < LOGPROB_TOLERANCE
-    assert found.ties <= max(1, found.tokens // 250)
+    assert found.ties <= max(1, found.tokens // 1000)
 
 
 @pytest.mark.model
@@ -44,7 +44,7 @@ def check(oracle: Oracle, prompts: dict[str, list[int]], answers: dict[tuple[str
 async def test_mixed_batch_equals_peft(variant: str, oracle: Oracle, tmp_path: Path) -> None:
     async with Stack(tmp_path, flags=["--dtype=float32", *VARIANTS[variant]]) as stack, stack.client() as client:
         await register_all(client)
-        prompts = {p: await chat_ids(client, p) for p in PROMPTS[:2]}
+        prompts = {p: await chat_ids(client, p) for p in PROMPTS[: 1 if variant == "preemption" else 2]}
         wanted = [(name, prompt) for prompt in prompts for name in NAMES]
         stop = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
         results = await asyncio.gather(*(collect(client, prompts[p], name, stop=stop) for name, p in wanted))

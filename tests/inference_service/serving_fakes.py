@@ -88,8 +88,8 @@ def saying(text: str, *, size: int = 1, end: str = "eos", index: int = 0) -> Scr
 class FakeEngine:
     """`engine.client.EngineClient` that says what its script says."""
 
-    def __init__(self, script: Script = saying("hello")) -> None:
-        self.script = script
+    def __init__(self, script: Script | None = None) -> None:
+        self.script = script or saying("hello")
         self.specs: list[GenerateSpec] = []
         self.aborted: list[tuple[str, int | None]] = []
         self.num_open = 0
@@ -130,7 +130,7 @@ class FakeEngine:
                     raise self.error
                 await asyncio.sleep(0)
                 yield delta
-            if self.error is None and not spec.stop.max_tokens == 0:
+            if self.error is None and spec.stop.max_tokens != 0:
                 await asyncio.Event().wait()
         finally:
             self.num_open -= 1

@@ -4,7 +4,6 @@ import asyncio
 
 import grpc
 import pytest
-from tests.inference_service.serving_fakes import DIGEST, EOS, FakeAdapters, FakeEngine, byte_model, saying, serving
 
 from inference_service.types import SequenceDelta
 from loraplex.inference.v1 import inference_pb2 as pb
@@ -19,6 +18,7 @@ from shared.errors import (
     Unimplemented,
 )
 from shared.status import from_rpc_error
+from tests.inference_service.serving_fakes import DIGEST, EOS, FakeAdapters, FakeEngine, byte_model, saying, serving
 
 INF, NAN = float("inf"), float("nan")
 
@@ -369,7 +369,7 @@ async def test_engine_death_ends_streams_at_once_and_readiness_follows() -> None
         engine.error = None
         engine.down.clear()
         engine.up.set()
-        while api.availability.engine is None:
+        while api.availability.engine is None:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.01)
         assert text_of(await generate(channel, request())) == "hello"
 

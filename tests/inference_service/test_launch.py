@@ -1,6 +1,9 @@
 """From flags, variables and files to the start lines of the processes."""
 
 import json
+import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -16,7 +19,15 @@ from inference_service.launch import child_specs, find_base_model, make_run_fold
 from shared.base_model import parse_config, tensor_shapes
 from shared.config import ConfigError, load
 from shared.errors import InvalidArgument
+from shared.flags import flag_parser
 from tests.inference_service.serving_fakes import raw_config
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
+    monkeypatch.setattr(root, "level", root.level)
 
 
 @pytest.fixture
@@ -46,7 +57,8 @@ def test_wrong_sizes(text: str) -> None:
 
 def test_flags_are_the_fields() -> None:
     arguments = ["--model", "m", "--file-root", "a=/x", "--file-root", "b=/y", "--no-prefix-caching", "--threads", "2"]
-    toml, flags = command.parse_arguments(arguments)
+    flags = vars(flag_parser(InferenceConfig, "serve", "").parse_args(arguments))
+    toml = flags.pop("config")
     config = load(
         InferenceConfig, toml=toml, env={"LORAPLEX_INFERENCE_MAX_QUEUE": "7"}, prefix="LORAPLEX_INFERENCE_", flags=flags
     )
@@ -54,9 +66,14 @@ def test_flags_are_the_fields() -> None:
     assert (config.prefix_caching, config.max_queue, config.listen) == (False, 7, "127.0.0.1:50052")
 
 
+def test_neither_supervisor_nor_api_process_loads_torch() -> None:
+    code = "import sys, inference_service.__main__, inference_service.server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        command.parse_arguments(["--help"])
+        command.main(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert all(flag in text for flag in ("--model", "--file-root", "--kv-cache-memory", "(required)", "[1GiB]"))
@@ -93,7 +110,8 @@ def test_start_lines(folder: Path) -> None:
     api = msgspec.json.decode(first.start, type=ApiStart)
     assert (api.reuse_port, api.model_id, api.listen) == (True, "tiny-model", "127.0.0.1:50052")
     assert first == second
-    assert (first.stage, engine.stage, first.hears_events, engine.hears_events) == (0, 1, True, False)
+    assert (first.stage, engine.stage, adapters.stage) == (0, 1, 2)
+    assert (first.hears_events, engine.hears_events) == (True, False)
     assert adapters.pass_fds == engine.pass_fds == (9,)
 
 
@@ -125,6 +143,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_what_prevents_a_start_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert error_of(capsys).startswith("error: model (default): has no default")
     assert "neither a folder nor a Hub id" in error_of(capsys, "--model", "/no/such")
+    assert "host_memory" in error_of(capsys, "--model", str(folder), "--host-memory", "99999999TiB")
+    assert "host_memory" in error_of(capsys, "--model", str(folder), "--host-memory", "0").replace("-", "_")
     assert "port 0" in error_of(capsys, "--model", str(folder), "--api-processes", "2", "--listen", "127.0.0.1:0")
     assert "model_name" in error_of(capsys, "--model", str(folder), "--model-name", "A b")
     (folder / "config.json").write_text(json.dumps(raw_config(architectures=["GPTNeoForCausalLM"])))

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -19,6 +20,7 @@ from safetensors.numpy import save
 from loraplex.registry.v1 import registry_pb2, registry_pb2_grpc, resources_pb2
 from registry_service import migrations
 from registry_service.config import RegistryConfig
+from registry_service.models import Table
 from registry_service.server import start
 from shared.base_model import linear_shapes, parse_config
 from shared.errors import LoraplexError
@@ -86,7 +88,7 @@ def postgres():
         _wait_for_postgres(f"postgresql://postgres@/postgres?host={data}", server)
         yield f"postgresql://postgres@/{{}}?host={data}"
     finally:
-        server.terminate()
+        server.send_signal(signal.SIGINT)  # fast: it waits for no client
         server.wait(20)
         shutil.rmtree(work)
 
@@ -104,23 +106,32 @@ def _wait_for_postgres(url, server):
 
 
 @pytest.fixture(scope="session")
-def migrated_template(postgres):
-    """A migrated database to copy, which is faster than to migrate each."""
+def migrated_postgres(postgres):
+    """One migrated database; whoever uses it empties it first, which is faster than to make another."""
     with psycopg.connect(postgres.format("postgres"), autocommit=True) as connection:
         connection.execute("CREATE DATABASE migrated")
     migrations.upgrade(postgres.format("migrated"))
-    return "migrated"
+    return postgres.format("migrated")
+
+
+def _empty(url):
+    with psycopg.connect(url) as connection:
+        for table in reversed(Table.metadata.sorted_tables):
+            if table.name == "registry_state":
+                connection.execute("UPDATE registry_state SET revision = 0")
+            else:
+                connection.execute(f"DELETE FROM {table.name}")
 
 
 @pytest.fixture
 def make_postgres(postgres):
-    """Makes databases, empty or as copies."""
+    """Makes databases without tables."""
     names = []
 
-    def make(template="template0"):
+    def make():
         names.append("t" + uuid.uuid4().hex)
         with psycopg.connect(postgres.format("postgres"), autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {names[-1]} TEMPLATE {template}")
+            connection.execute(f"CREATE DATABASE {names[-1]}")
         return postgres.format(names[-1])
 
     yield make
@@ -133,8 +144,9 @@ def make_postgres(postgres):
 def database_url(request, tmp_path):
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/registry.db"
-    template = request.getfixturevalue("migrated_template")
-    return request.getfixturevalue("make_postgres")(template)
+    url = request.getfixturevalue("migrated_postgres")
+    _empty(url)
+    return url
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

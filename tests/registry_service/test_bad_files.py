@@ -1,6 +1,7 @@
 """What a source may hold that is refused, each with its own error, and what stays unharmed."""
 
 import asyncio
+import itertools
 import json
 import os
 import pickle
@@ -43,9 +44,9 @@ async def refuse(registry):
 # ---- sources
 
 
-@pytest.mark.parametrize(
-    ("uri", "error"),
-    [
+async def test_uris(folders, refuse):
+    folders.write()
+    for uri, error in [
         ("main/a", InvalidArgument),
         ("file:", InvalidArgument),
         ("file://", InvalidArgument),
@@ -67,16 +68,13 @@ async def refuse(registry):
         ("file:///etc", SourceForbidden),
         ("file:///no/such/folder", SourceForbidden),
         ("file:///", SourceForbidden),
-    ],
-)
-async def test_uris(folders, refuse, uri, error):
-    folders.write()
-    refused = await refuse(error, uri)
-    if error is InvalidArgument:
-        assert refused.violations[0].field == "source.uri"
-    else:
-        assert refused.metadata["uri"] == uri
-        assert str(folders.root) not in refused.message
+    ]:
+        refused = await refuse(error, uri)
+        if error is InvalidArgument:
+            assert refused.violations[0].field == "source.uri"
+        else:
+            assert refused.metadata["uri"] == uri
+            assert str(folders.root) not in refused.message
 
 
 async def test_an_unknown_scheme_names_those_that_exist(refuse):
@@ -146,12 +144,13 @@ async def test_pickles(folders, refuse):
     assert "safe_serialization" in error.message
 
 
-@pytest.mark.parametrize("keep", [0, 7, 8, 100, -1])
-async def test_truncated_weights(folders, refuse, keep):
+async def test_truncated_weights(folders, refuse):
     folders.write()
     weights = folders.root / "a" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:keep])
-    await refuse(AdapterInvalid)
+    whole = weights.read_bytes()
+    for keep in [0, 7, 8, 100, -1]:
+        weights.write_bytes(whole[:keep])
+        await refuse(AdapterInvalid)
 
 
 async def test_surplus_bytes(folders, refuse):
@@ -189,13 +188,12 @@ async def test_oversized_files(folders, refuse):
     assert (await refuse(AdapterInvalid)).metadata["file"] == "adapter_config.json"
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-async def test_numbers_that_are_none(folders, refuse, value, dtype):
-    tensors = folders.tensors(dtype=dtype)
-    tensors[f"{Q0}.lora_B.weight"][-1, -1] = value
-    folders.write(tensors=tensors)
-    assert (await refuse(AdapterInvalid)).metadata["tensor"] == f"{Q0}.lora_B.weight"
+async def test_numbers_that_are_none(folders, refuse):
+    for value, dtype in itertools.product([np.nan, np.inf, -np.inf], [np.float32, np.float16]):
+        tensors = folders.tensors(dtype=dtype)
+        tensors[f"{Q0}.lora_B.weight"][-1, -1] = value
+        folders.write(tensors=tensors)
+        assert (await refuse(AdapterInvalid)).metadata["tensor"] == f"{Q0}.lora_B.weight"
 
 
 async def test_wrong_shapes_names_and_ranks(folders, refuse):
@@ -217,26 +215,23 @@ async def test_wrong_shapes_names_and_ranks(folders, refuse):
     assert "rank" in (await refuse(AdapterInvalid)).message
 
 
-@pytest.mark.parametrize(
-    ("changed", "error", "key"),
-    [
+async def test_configs(folders, refuse):
+    for changed, error, key in [
         ({"use_dora": True}, UnsupportedAdapter, "use_dora"),
         ({"peft_type": "IA3"}, UnsupportedAdapter, "peft_type"),
         ({"bias": "all"}, UnsupportedAdapter, "bias"),
         ({"modules_to_save": ["lm_head"]}, UnsupportedAdapter, "modules_to_save"),
         ({"r": "two"}, AdapterInvalid, "r"),
-    ],
-)
-async def test_configs(folders, refuse, changed, error, key):
-    folders.write(config=changed)
-    assert (await refuse(error)).metadata["key"] == key
+    ]:
+        folders.write(config=changed)
+        assert (await refuse(error)).metadata["key"] == key
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b'{"r": NaN}', b"[" * 100_000])
-async def test_configs_that_are_no_json(folders, refuse, content):
+async def test_configs_that_are_no_json(folders, refuse):
     folders.write()
-    (folders.root / "a" / "adapter_config.json").write_bytes(content)
-    assert (await refuse(AdapterInvalid)).metadata["file"] == "adapter_config.json"
+    for content in [b"", b"[]", b"{", b"\xff", b'{"r": NaN}', b"[" * 100_000]:
+        (folders.root / "a" / "adapter_config.json").write_bytes(content)
+        assert (await refuse(AdapterInvalid)).metadata["file"] == "adapter_config.json"
 
 
 async def test_a_bad_one_does_not_disturb_others(registry, folders):

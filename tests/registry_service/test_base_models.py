@@ -1,7 +1,5 @@
 import json
 
-import pytest
-
 from shared.base_model import fingerprint
 from shared.errors import BaseModelConflict, BaseModelNotFound, InvalidArgument
 
@@ -49,25 +47,25 @@ async def test_the_weights_are_remembered_once_known(registry, tiny):
     assert error.metadata["weights_fingerprint"] == ONE
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"id": "Upper"}, "id"),
-        ({"id": ""}, "id"),
-        ({"config_json": ""}, "config_json"),
-        ({"config_json": "[]"}, "config_json"),
-        ({"config_json": "[" * 100_000}, "config_json"),
-        ({"config_json": " " * ((1 << 20) + 1)}, "config_json"),
-        ({"config_json": '{"architectures": ["MambaForCausalLM"]}'}, "config.architectures"),
-        ({"config_json": '{"architectures": ["\\u0000\\ud800"]}'}, "config.architectures"),
-        ({"fingerprint": "x"}, "fingerprint"),
-        ({"weights_fingerprint": "sha256:xyz"}, "weights_fingerprint"),
-    ],
-)
-async def test_wrong_fields(registry, tiny, fields, field):
-    request = {"id": "new", "config_json": json.dumps(tiny), **fields}
-    error = await registry.refused(InvalidArgument, "RegisterBaseModel", **request)
-    assert error.violations[0].field == field
+WRONG_FIELDS = [
+    ({"id": "Upper"}, "id"),
+    ({"id": ""}, "id"),
+    ({"config_json": ""}, "config_json"),
+    ({"config_json": "[]"}, "config_json"),
+    ({"config_json": "[" * 100_000}, "config_json"),
+    ({"config_json": " " * ((1 << 20) + 1)}, "config_json"),
+    ({"config_json": '{"architectures": ["MambaForCausalLM"]}'}, "config.architectures"),
+    ({"config_json": '{"architectures": ["\\u0000\\ud800"]}'}, "config.architectures"),
+    ({"fingerprint": "x"}, "fingerprint"),
+    ({"weights_fingerprint": "sha256:xyz"}, "weights_fingerprint"),
+]
+
+
+async def test_wrong_fields(registry, tiny):
+    for fields, field in WRONG_FIELDS:
+        request = {"id": "new", "config_json": json.dumps(tiny), **fields}
+        error = await registry.refused(InvalidArgument, "RegisterBaseModel", **request)
+        assert error.violations[0].field == field
 
 
 async def test_odd_text_in_a_config_is_kept(registry, tiny):

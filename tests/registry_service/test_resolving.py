@@ -46,9 +46,8 @@ async def test_every_way_to_name_a_version(registry, two_versions):
         assert answer.registry_revision == await registry.revision()
 
 
-@pytest.mark.parametrize(
-    ("reference", "kind", "value"),
-    [
+async def test_what_does_not_exist_is_named(registry, two_versions):
+    for reference, kind, value in [
         ("nosuch", "adapter", "namespaces/default/adapters/nosuch"),
         ("nosuch@1", "adapter", "namespaces/default/adapters/nosuch"),
         ("a@3", "version", "3"),
@@ -56,18 +55,16 @@ async def test_every_way_to_name_a_version(registry, two_versions):
         ("a@staging", "alias", "staging"),
         ("a@sha256:" + "0" * 64, "digest", "sha256:" + "0" * 64),
         ("other/a", "namespace", "other"),
-    ],
-)
-async def test_what_does_not_exist_is_named(registry, two_versions, reference, kind, value):
-    error = await registry.refused(AdapterNotFound, "ResolveAdapter", reference=reference)
-    assert error.metadata[kind] == value
-    assert error.code == "NOT_FOUND"
+    ]:
+        error = await registry.refused(AdapterNotFound, "ResolveAdapter", reference=reference)
+        assert error.metadata[kind] == value
+        assert error.code == "NOT_FOUND"
 
 
-@pytest.mark.parametrize("reference", ["", "@1", "A", "a@", "a@0", "a@1@2", "a/b/c", "a,b", "a@sha256:xyz", "\0", "é"])
-async def test_references_that_are_none(registry, reference):
-    error = await registry.refused(InvalidArgument, "ResolveAdapter", reference=reference)
-    assert error.violations[0].field == "reference"
+async def test_references_that_are_none(registry):
+    for reference in ["", "@1", "A", "a@", "a@0", "a@1@2", "a/b/c", "a,b", "a@sha256:xyz", "\0", "é"]:
+        error = await registry.refused(InvalidArgument, "ResolveAdapter", reference=reference)
+        assert error.violations[0].field == "reference"
 
 
 async def test_the_base_model_must_fit(registry, two_versions):
@@ -109,9 +106,9 @@ async def test_an_alias_moves_with_its_etag(registry, two_versions):
     assert [alias.name.rpartition("/")[2] for alias in answer.adapter.aliases] == ["canary", "prod"]
 
 
-@pytest.mark.parametrize(
-    ("name", "targets", "error"),
-    [
+async def test_aliases_that_are_refused(registry, two_versions):
+    revision = await registry.revision()
+    for name, targets, error in [
         ("a", [{"version": 1}], InvalidArgument),
         ("a@1", [{"version": 1}], InvalidArgument),
         ("a@latest", [{"version": 1}], InvalidArgument),
@@ -124,11 +121,8 @@ async def test_an_alias_moves_with_its_etag(registry, two_versions):
         ("a@x", [{"version": 1}, {"version": 2}], Unimplemented),
         ("a@x", [{"version": 3}], AdapterNotFound),
         ("nosuch@x", [{"version": 1}], AdapterNotFound),
-    ],
-)
-async def test_aliases_that_are_refused(registry, two_versions, name, targets, error):
-    revision = await registry.revision()
-    await registry.refused(error, "SetAdapterAlias", name=name, targets=targets)
+    ]:
+        await registry.refused(error, "SetAdapterAlias", name=name, targets=targets)
     assert await registry.revision() == revision
 
 

@@ -20,6 +20,7 @@ class FakeRegistry(registry_pb2_grpc.AdapterRegistryServiceServicer):
         self.base_models: list[registry_pb2.RegisterBaseModelRequest] = []
         self.base_model_error: LoraplexError | None = None
         self.delay = 0.0
+        self.raw_details: bytes | None = None  # sent with NOT_FOUND instead of any answer
         self.port = 0
 
     def add(self, reference: str, *versions: ResolvedVersion, ttl: float = 60.0, **fields: Any) -> None:
@@ -33,16 +34,23 @@ class FakeRegistry(registry_pb2_grpc.AdapterRegistryServiceServicer):
         self.calls[request.reference] += 1
         await asyncio.sleep(self.delay)
         assert request.base_model == "tiny"
+        await self._send_raw_details(context)
         answer = self.answers.get(request.reference, AdapterNotFound(f"no adapter {request.reference}"))
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     async def RegisterBaseModel(self, request: Any, context: Any) -> Any:  # noqa: N802 - the RPC's name
+        await self._send_raw_details(context)
         if self.base_model_error is not None:
             raise self.base_model_error
         self.base_models.append(request)
         return registry_pb2.RegisterBaseModelResponse(created=True)
+
+    async def _send_raw_details(self, context: Any) -> None:
+        if self.raw_details is not None:
+            context.set_trailing_metadata((("grpc-status-details-bin", self.raw_details),))
+            await context.abort(grpc.StatusCode.NOT_FOUND, "not here")
 
     async def start(self) -> None:
         """Listen, on the same port as before if there was one."""

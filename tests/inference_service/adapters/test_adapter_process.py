@@ -274,11 +274,18 @@ async def test_what_was_damaged_in_the_cache_is_fetched_again(registry: FakeRegi
 async def test_a_restart_finds_the_disk_tier_and_verifies_it(registry: FakeRegistry, replica: _Replica) -> None:
     digest = _add(replica.folder, registry, "a")
     await replica.client.prepare("default/a")
+    cached = replica.folder / "cache" / "sha256" / digest.removeprefix("sha256:") / WEIGHTS
     replica.end_process(signal.SIGKILL)
-    flip_a_bit(replica.folder / "cache" / "sha256" / digest.removeprefix("sha256:") / WEIGHTS)
     replica.start_process()
     (staged,) = await replica.client.list_staged()
     assert (staged.version, staged.digest, staged.level) == ("", digest, "DISK")
+    # A request that was prepared before goes on, whether or not the registry can be asked.
+    assert isinstance(await replica.engine.acquire(digest), Acquired)
+    (staged,) = await replica.client.list_staged()
+    assert (staged.version, staged.level) == ("", "HOST")
+    replica.end_process(signal.SIGKILL)
+    flip_a_bit(cached)
+    replica.start_process()
     failed = await replica.engine.acquire(digest)
     assert isinstance(failed, AcquireFailed)
     assert failed.error.reason == "ADAPTER_NOT_FOUND"

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from google.rpc import status_pb2
 
 from inference_service.adapters.registry_client import BaseModelFacts, RegistryClient
 from inference_service.adapters.resolution import ResolvedVersion
@@ -145,6 +146,26 @@ async def test_a_malformed_answer_does_not_replace_a_good_one(
     registry.add("default/b", version._replace(name="rubbish"), ttl=1)
     with pytest.raises(RegistryUnavailable, match="malformed"):
         await client.resolve("default/b")
+
+
+@pytest.mark.parametrize("details", [b"\xff\xff", status_pb2.Status(code=3, message="other").SerializeToString()])
+async def test_malformed_error_details_are_the_registry_s_failure(
+    registry: FakeRegistry, client: RegistryClient, clock: _Clock, version: ResolvedVersion, details: bytes
+) -> None:
+    registry.add("default/a", version, ttl=1)
+    await client.resolve("default/a")
+    registry.raw_details = details
+    clock.now += 2
+    assert (await client.resolve("default/a")).digest == version.digest
+    with pytest.raises(RegistryUnavailable):
+        await client.resolve("default/b")
+    task = asyncio.create_task(client.keep_registered(FACTS))
+
+    async def is_unreachable() -> bool:
+        return client.registration == "unreachable"
+
+    await _eventually(is_unreachable)
+    task.cancel()
 
 
 async def test_the_base_model_is_registered_once_the_registry_is_there(

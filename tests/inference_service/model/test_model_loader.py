@@ -110,7 +110,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (lambda t: t.pop(Q), Q, "lacks"),
         (lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.ones(2)}), "model.layers.9", "not part"),
         (lambda t: t.update({"model.layers.0.mlp.up_proj.bias": torch.ones(56)}), "up_proj.bias", "not part"),
-        (lambda t: t.update({Q: t[Q].t().contiguous()}), Q, "shape"),
+        (lambda t: t.update({Q: t[Q][1:].clone()}), Q, "shape"),
         (lambda t: t.update({Q: t[Q].to(torch.int8)}), Q, "dtype"),
     ],
 )

@@ -1,0 +1,71 @@
+"""The events of one request on their way to a reader that may be slow."""
+
+import asyncio
+from collections import deque
+
+from inference_service.types import PromptLogprobs, SequenceDelta, Started
+from shared.errors import LoraplexError
+
+Event = Started | PromptLogprobs | SequenceDelta
+
+
+def merge(first: SequenceDelta, second: SequenceDelta) -> SequenceDelta:
+    """Two successive deltas of one sequence as one."""
+    logprobs = None if first.logprobs is None else first.logprobs + (second.logprobs or [])
+    token_ids = first.token_ids + second.token_ids
+    return SequenceDelta(first.request_id, first.index, token_ids, logprobs, second.finish_reason, second.matched_token)
+
+
+class EventQueue:
+    """Events of one request, in order; deltas not taken yet are merged, so a slow reader costs little memory."""
+
+    def __init__(self, num_sequences: int) -> None:
+        self.unfinished = set(range(num_sequences))
+        self._events: deque[Event] = deque()
+        self._error: LoraplexError | None = None
+        self._changed = asyncio.Event()
+
+    def put(self, event: Event) -> None:
+        """Add an event. Deltas of a sequence that has ended are ignored."""
+        if isinstance(event, SequenceDelta):
+            if event.index not in self.unfinished:
+                return
+            if event.finish_reason is not None:
+                self.unfinished.discard(event.index)
+        self._append(event)
+        self._changed.set()
+
+    def fail(self, error: LoraplexError) -> None:
+        """End the stream with `error`, after what is queued."""
+        self._error = error
+        self.unfinished.clear()
+        self._changed.set()
+
+    def abandon(self, index: int) -> None:
+        """Expect no more of a sequence, and forget what is queued of it."""
+        self.unfinished.discard(index)
+        self._events = deque(e for e in self._events if not (isinstance(e, SequenceDelta) and e.index == index))
+        self._changed.set()
+
+    async def get(self) -> Event | None:
+        """The next event, or None when all sequences have ended.
+
+        Raises:
+            LoraplexError: The request failed.
+        """
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            if not self.unfinished:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        return self._events.popleft()
+
+    def _append(self, event: Event) -> None:
+        if isinstance(event, SequenceDelta):
+            for position, queued in enumerate(self._events):
+                if isinstance(queued, SequenceDelta) and queued.index == event.index:
+                    self._events[position] = merge(queued, event)
+                    return
+        self._events.append(event)

@@ -1,0 +1,117 @@
+"""The engine's two sockets: to the API processes, and to the adapter process."""
+
+import logging
+
+import msgspec
+import zmq
+
+from inference_service.types import (
+    Acquire,
+    Acquired,
+    AcquireFailed,
+    AdapterResponse,
+    EngineRequest,
+    EngineResponse,
+    EngineStarted,
+    Release,
+    decode_adapter_response,
+    decode_engine_request,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+OUTPUT_HIGH_WATER = 10_000  # messages an API process may be behind before it counts as dead
+
+
+class ApiSocket:
+    """The ROUTER that API processes connect to."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted API process takes its name over
+        self.socket.setsockopt(zmq.SNDHWM, OUTPUT_HIGH_WATER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(address)
+
+    def receive(self) -> tuple[bytes, EngineRequest] | None:
+        """The next message and who sent it, or None. What cannot be read is logged and skipped."""
+        while True:
+            try:
+                client, payload = self.socket.recv_multipart(zmq.NOBLOCK)
+                return client, decode_engine_request(payload)
+            except zmq.Again:
+                return None
+            except (msgspec.DecodeError, ValueError) as error:
+                log.error("unreadable message from an API process: %s", error)
+
+    def send(self, client: bytes, message: EngineResponse) -> bool:
+        """False if the client is gone, or so far behind that it may as well be."""
+        try:
+            self.socket.send_multipart([client, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            log.warning("API process %r is gone: %s", client, error)
+            return False
+        return True
+
+
+class AdapterSocket:
+    """The DEALER to the adapter process.
+
+    `held`: digests whose blobs the engine may still read. `was_lost`: the adapter process went away, and the caller
+    has not called `start_anew` yet.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, b"engine")
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.socket.connect(address)
+        self.socket.send(encode(EngineStarted()))
+        self.held: set[str] = set()
+        self.was_lost = False
+        self._unanswered: dict[str, None] = {}
+
+    def acquire(self, digest: str) -> None:
+        """Ask for a blob; `receive` has the answer."""
+        self._unanswered[digest] = None
+        if not self.was_lost:
+            self.socket.send(encode(Acquire(digest)))
+
+    def release(self, digest: str) -> None:
+        """Give a blob back."""
+        self.held.discard(digest)
+        if not self.was_lost:
+            self.socket.send(encode(Release(digest)))
+
+    def receive(self) -> AdapterResponse | None:
+        """The next answer, or None."""
+        while self.monitor.poll(0):
+            self.monitor.recv_multipart()
+            self.was_lost = True
+        try:
+            message = decode_adapter_response(self.socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+        if self.was_lost:
+            return None  # of the old process: its blobs are void
+        if isinstance(message, Acquired | AcquireFailed):
+            self._unanswered.pop(message.digest, None)
+        if isinstance(message, Acquired):
+            self.held.add(message.digest)
+        return message
+
+    def start_anew(self) -> None:
+        """Tell a new adapter process that no blob is in use, and ask it for what its predecessor did not answer."""
+        assert not self.held, "blobs are in use"
+        while self.socket.poll(0):
+            self.socket.recv()
+        self.was_lost = False
+        self.socket.send(encode(EngineStarted()))
+        for digest in self._unanswered:
+            self.socket.send(encode(Acquire(digest)))

@@ -1,0 +1,44 @@
+"""Sampling noise that depends on (seed, index, position, token id) only: Philox-4x32-10, counter based.
+
+In plain int64 arithmetic; the integers are those of `tl.philox`. Source of the constants: Salmon et al., "Parallel
+random numbers: as easy as 1, 2, 3" (2011). A token's word is word `token % 4` of the counter
+(token // 4, position, index, 0) under the key `seed`, its low half first.
+"""
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+ROUNDS = 10
+MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+LANES = 4
+UNIFORM_BITS = 23
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key_0: Tensor, key_1: Tensor) -> list[Tensor]:
+    """Four words below 2**32. `counter` and keys: int64 tensors below 2**32 that broadcast.
+
+    Products wrap at 64 bits; as signed integers their upper half is masked after the arithmetic shift.
+    """
+    c0, c1, c2, c3 = counter
+    for _ in range(ROUNDS):
+        product_0, product_1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
+        c0, c1 = ((product_1 >> 32) & MASK) ^ (c1 ^ key_0), product_1 & MASK
+        c2, c3 = ((product_0 >> 32) & MASK) ^ (c3 ^ key_1), product_0 & MASK
+        key_0, key_1 = (key_0 + WEYL_0) & MASK, (key_1 + WEYL_1) & MASK
+    return [c0, c1, c2, c3]
+
+
+def token_bits(vocab: int, seed: Tensor, index: Tensor, position: Tensor) -> Tensor:
+    """32 random bits for every token, `[rows, vocab]` int64. `seed` (64 bits), `index`, `position`: `[rows]` int64."""
+    seed, index, position = (column.to(torch.int64)[:, None] for column in (seed, index, position))
+    groups = torch.arange(-(-vocab // LANES), device=seed.device)[None]
+    words = philox((groups, position & MASK, index & MASK, torch.zeros_like(index)), seed & MASK, (seed >> 32) & MASK)
+    return torch.stack(words, dim=-1).flatten(1)[:, :vocab]
+
+
+def gumbel(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise, -log(-log(u)), by 32 random bits; u, exact in float32, is the middle of one of 2**23 cells."""
+    uniform = ((bits >> (32 - UNIFORM_BITS)).to(torch.float32) + 0.5) * 2.0**-UNIFORM_BITS
+    return -torch.log(-torch.log(uniform))

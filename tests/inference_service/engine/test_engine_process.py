@@ -1,0 +1,284 @@
+"""A real engine process with a tiny model: sockets, start, stop, and what happens when its neighbours die."""
+
+import asyncio
+import inspect
+import os
+import signal
+import subprocess
+import sys
+from contextlib import aclosing
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from inference_service.engine.client import EngineClient
+from inference_service.engine.config import EngineConfig
+from inference_service.engine.loop import fits
+from inference_service.engine.process import StartMessage
+from inference_service.types import (
+    Acquire,
+    Acquired,
+    AcquireFailed,
+    BlobLayout,
+    ChunkLayout,
+    EngineStarted,
+    GenerateSpec,
+    Release,
+    Sampling,
+    SequenceDelta,
+    Started,
+    Stop,
+    decode_adapter_request,
+    encode,
+)
+from shared.errors import AdapterInvalid, AdapterUnloaded, Internal, InvalidArgument
+from tests.inference_service.engine.tiny_model import ADAPTERS, build_tiny, oracle_logits
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+QV, ATTENTION, ALL = ADAPTERS
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return build_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+class PlayedAdapterProcess:
+    """Answers Acquire out of `tiny.acquired`, or with an error for unknown digests; keeps what it heard."""
+
+    def __init__(self, address, tiny):
+        self.tiny, self.heard, self.muted = tiny, [], set()
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(address)
+        self.task = asyncio.create_task(self.serve())
+
+    async def serve(self):
+        while True:
+            identity, payload = await self.socket.recv_multipart()
+            message = decode_adapter_request(payload)
+            self.heard.append(message)
+            if isinstance(message, Acquire) and message.digest not in self.muted:
+                answer = self.tiny.acquired.get(message.digest)
+                answer = answer or AcquireFailed(message.digest, AdapterInvalid("broken file").record())
+                await self.socket.send_multipart([identity, encode(answer)])
+
+    async def close(self):
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        self.context.destroy(linger=0)
+
+
+class Running:
+    def __init__(self, folder, tiny):
+        self.folder = folder
+        self.api_address, self.adapter_address = f"ipc://{folder}/e.sock", f"ipc://{folder}/a.sock"
+        self.fd = os.memfd_create("arena")
+        os.write(self.fd, tiny.host.numpy().tobytes())
+        config = EngineConfig(
+            model=str(tiny.folder), device="cpu", dtype="float32", threads=1, kv_cache_bytes=1 << 20,
+            max_batched_tokens=64, max_num_seqs=8, adapter_memory_bytes=1 << 18, max_adapters=4,
+        )  # fmt: skip
+        start = StartMessage(config, self.api_address, self.adapter_address, self.fd)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "inference_service.engine.process"],
+            stdin=subprocess.PIPE, pass_fds=[self.fd], env=environment,
+        )  # fmt: skip
+        self.process.stdin.write(msgspec.json.encode(start) + b"\n")
+        self.process.stdin.flush()
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        os.close(self.fd)
+
+
+@pytest.fixture(scope="module")
+def shared_engine(tiny, tmp_path_factory):
+    running = Running(tmp_path_factory.mktemp("run"), tiny)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+async def adapters(shared_engine, tiny):
+    played = PlayedAdapterProcess(shared_engine.adapter_address, tiny)
+    yield played
+    await played.close()
+
+
+@pytest.fixture
+async def client(shared_engine, adapters):
+    client = EngineClient(shared_engine.api_address, "api-0")
+    ready = await asyncio.wait_for(client.hello(), 60)
+    assert (ready.device, ready.dtype, ready.max_num_seqs, ready.max_model_len) == ("cpu", "float32", 8, 256)
+    yield client
+    await client.close()
+
+
+def spec(request_id, max_tokens=8, adapter=None, prompt=(5, 6, 7, 8), **more):
+    sampling = more.pop("sampling", Sampling(temperature=0))
+    return GenerateSpec(request_id, list(prompt), sampling, Stop(max_tokens, ignore_eos=True), adapter, **more)
+
+
+async def collect(client, request):
+    """Tokens by index."""
+    tokens = {}
+    async with asyncio.timeout(30):
+        async for event in client.generate(request):
+            if isinstance(event, SequenceDelta):
+                tokens.setdefault(event.index, []).extend(event.token_ids)
+    return tokens
+
+
+async def eventually(condition):
+    async with asyncio.timeout(10):
+        while not (await met if inspect.isawaitable(met := condition()) else met):  # noqa: ASYNC110 - nobody tells us
+            await asyncio.sleep(0.01)
+
+
+def greedy(tiny, prompt, count, digest):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(oracle_logits(tiny, tokens, digest)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+async def test_base_and_adapters_at_the_same_time(client, adapters, tiny):
+    digests = [None, QV, ATTENTION, ALL]
+    answers = await asyncio.gather(*(collect(client, spec(f"mixed-{d}", adapter=d)) for d in digests))
+    for digest, answer in zip(digests, answers, strict=True):
+        assert answer == {0: greedy(tiny, (5, 6, 7, 8), 8, digest)}
+    assert adapters.heard[0] == EngineStarted()
+    assert {m.digest for m in adapters.heard if isinstance(m, Release)} == {QV, ATTENTION, ALL}
+    assert {r.digest for r in await client.list_resident()} == {QV, ATTENTION, ALL}
+
+
+async def test_n_and_logprobs(client):
+    request = spec("n", 5, sampling=Sampling(n=2, seed=3), logprobs=2, prompt_logprobs=1)
+    events = [event async for event in client.generate(request)]
+    assert isinstance(events[0], Started)
+    assert len(events[1].tokens) == 3
+    for index in range(2):
+        deltas = [e for e in events if isinstance(e, SequenceDelta) and e.index == index]
+        assert sum(len(d.token_ids) for d in deltas) == 5
+        assert all(len(entry.top) == 2 and entry.logprob <= 0 for d in deltas for entry in d.logprobs)
+        assert deltas[-1].finish_reason == "length"
+
+
+async def test_an_aborted_request_frees_its_adapter(client):
+    async with aclosing(client.generate(spec("long", 250, adapter=QV))) as stream:
+        await anext(stream)
+
+    async def idle():
+        return all(r.active_requests == 0 for r in await client.list_resident())
+
+    await eventually(idle)
+
+
+async def test_bad_requests_and_bad_adapters_fail_alone(client, adapters, tiny):
+    far = Acquired("sha256:far", 1 << 40, next(iter(tiny.acquired.values())).layout)
+    adapters.tiny = tiny._replace(acquired={**tiny.acquired, "sha256:far": far})
+    good = asyncio.create_task(collect(client, spec("good")))
+    with pytest.raises(InvalidArgument, match="prompt"):
+        await collect(client, spec("empty", prompt=()))
+    with pytest.raises(InvalidArgument, match="token"):
+        await collect(client, spec("unknown token", prompt=(4000,)))
+    with pytest.raises(AdapterInvalid, match="broken file"):
+        await collect(client, spec("broken", adapter="sha256:broken"))
+    with pytest.raises(Internal):
+        await collect(client, spec("outside", adapter="sha256:far"))
+    assert len((await good)[0]) == 8
+
+
+async def test_load_pin_unload_and_force(client, adapters):
+    await client.load_adapter(ATTENTION, pinned=True, wait=True)
+    assert [r.pinned for r in await client.list_resident() if r.digest == ATTENTION] == [True]
+    with pytest.raises(AdapterInvalid):
+        await client.load_adapter("sha256:broken", pinned=False, wait=True)
+    stream = client.generate(spec("running", 250, adapter=ATTENTION))
+    await anext(stream)
+    await client.unload_adapter(ATTENTION, force=True)
+    with pytest.raises(AdapterUnloaded):
+        async for _ in stream:
+            pass
+    assert ATTENTION not in {r.digest for r in await client.list_resident()}
+    drained = asyncio.create_task(collect(client, spec("drains", 30, adapter=ATTENTION)))
+    await client.load_adapter(ATTENTION, pinned=False, wait=True)
+    await client.unload_adapter(ATTENTION, force=False)
+    assert len((await drained)[0]) == 30
+
+
+async def test_a_new_adapter_process_is_asked_again(client, adapters, shared_engine, tiny):
+    await client.unload_adapter(ALL, force=True)
+    adapters.muted.add(ALL)
+    waiting = asyncio.create_task(collect(client, spec("waiting", adapter=ALL)))
+    await eventually(lambda: Acquire(ALL) in adapters.heard)
+    await adapters.close()
+    assert len((await collect(client, spec("meanwhile", adapter=None)))[0]) == 8
+    successor = PlayedAdapterProcess(shared_engine.adapter_address, tiny)
+    assert (await waiting)[0] == greedy(tiny, (5, 6, 7, 8), 8, ALL)
+    assert successor.heard[:2] == [EngineStarted(), Acquire(ALL)]
+    await successor.close()
+
+
+async def test_a_restarted_api_process_starts_clean(client, shared_engine):
+    stream = client.generate(spec("orphan", 250, adapter=QV))
+    await anext(stream)
+    again = EngineClient(shared_engine.api_address, "api-0")
+    await again.hello()
+    assert all(r.active_requests == 0 for r in await again.list_resident())
+    assert len((await collect(again, spec("orphan")))[0]) == 8
+    await again.close()
+    client.engine_down()
+    with pytest.raises(Exception, match="engine"):
+        async for _ in stream:
+            pass
+
+
+async def test_unreadable_messages_are_skipped(client, shared_engine):
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(shared_engine.api_address)
+    await socket.send(b"\xc1 not msgpack")
+    await socket.send_multipart([b"too", b"many", b"parts"])
+    assert len((await collect(client, spec("after")))[0]) == 8
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("end", ["sigterm", "parent"])
+async def test_the_end(tiny, tmp_path, end):
+    running = Running(tmp_path, tiny)
+    try:
+        client = EngineClient(running.api_address, "api-0")
+        await asyncio.wait_for(client.hello(), 60)
+        stream = client.generate(spec("running", 250))
+        await anext(stream)
+        running.process.send_signal(signal.SIGINT)
+        await anext(stream)
+        if end == "sigterm":
+            running.process.send_signal(signal.SIGTERM)
+        else:
+            running.process.stdin.close()
+        assert await asyncio.to_thread(running.process.wait, 10) == 0
+        with pytest.raises(Exception, match="engine"):
+            async for _ in stream:
+                pass
+        await client.close()
+    finally:
+        running.close()
+
+
+def test_blobs_must_lie_within_the_arena():
+    layout = BlobLayout(64, 1, "float32", (ChunkLayout(0, 0, 64, ()),))
+    assert fits(Acquired("d", 16, layout), 80)
+    assert not fits(Acquired("d", 32, layout), 80)
+    assert not fits(Acquired("d", -16, layout), 80)
+    beyond = BlobLayout(64, 1, "float32", (ChunkLayout(0, 16, 64, ()),))
+    assert not fits(Acquired("d", 0, beyond), 80)

@@ -1,0 +1,94 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from shared.errors import InvalidArgument, SourceForbidden, SourceNotFound
+from shared.sources.file import FileSource
+from shared.sources.resolver import open_source
+
+
+@pytest.fixture
+def root(tmp_path):
+    folder = tmp_path / "root" / "deep" / "adapter"
+    folder.mkdir(parents=True)
+    (folder / "b.txt").write_bytes(b"hello")
+    (folder / "a.txt").write_bytes(b"")
+    (folder / "sub").mkdir()
+    return tmp_path / "root"
+
+
+def test_a_folder_is_listed_and_read(root):
+    source = open_source("file://main/deep/adapter", {"main": root})
+    assert source.list() == ["a.txt", "b.txt"]
+    assert source.size("b.txt") == 5
+    with source.open("b.txt") as file:
+        assert file.read() == b"hello"
+        assert os.fstat(file.fileno()).st_size == 5
+    assert source.pin().uri == "file://main/deep/adapter"
+    assert source.pin().revision == ""
+
+
+@pytest.mark.parametrize("uri", ["file://main", "file://main/", "file://main//deep/../", "file:///"])
+def test_roots_themselves(root, uri):
+    roots = {"main": root / "deep" / "adapter", "all": Path("/")}
+    if ".." in uri:
+        with pytest.raises(SourceForbidden):
+            open_source(uri, roots)
+    else:
+        expected = "file://all/" if uri == "file:///" else "file://main/"
+        assert open_source(uri, roots).pin().uri == expected
+
+
+def test_an_absolute_path_belongs_to_the_nearest_root(root):
+    roots = {"outer": root, "inner": root / "deep"}
+    assert FileSource(f"file://{root}/deep/adapter", roots).pin().uri == "file://inner/adapter"
+    assert FileSource("file://outer/deep/adapter", roots).pin().uri == "file://outer/deep/adapter"
+
+
+def test_any_file_name_survives_pinning(root):
+    folder = os.fsencode(root) + b"/\xff %?#\xc3\xa9"
+    os.mkdir(folder)  # noqa: PTH102  # a name that is no text
+    uri = "file://main/%FF%20%25%3F%23%C3%A9"
+    assert FileSource(uri, {"main": root}).pin().uri == uri
+    assert FileSource("file://main/%FF %25?#é", {"main": root}).pin().uri == uri
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "sub/x", "/etc/passwd", "a\0"])
+def test_names_that_are_no_plain_files(root, name):
+    source = FileSource("file://main/deep/adapter", {"main": root})
+    with pytest.raises(SourceForbidden):
+        source.open(name)
+
+
+def test_what_is_not_there_or_no_file(root):
+    source = FileSource("file://main/deep/adapter", {"main": root})
+    with pytest.raises(SourceNotFound) as caught:
+        source.open("c.txt")
+    assert caught.value.metadata == {"uri": "file://main/deep/adapter", "file": "c.txt"}
+    with pytest.raises(SourceForbidden):
+        source.open("sub")
+
+
+def test_a_link_swapped_in_after_the_check(root, tmp_path, monkeypatch):
+    """What was opened is looked at once more."""
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "b.txt").write_bytes(b"secret")
+    source = FileSource("file://main/deep/adapter", {"main": root})
+    real = os.path.realpath
+
+    def swap(path, **names):
+        found = real(path, **names)
+        (root / "deep" / "adapter").rename(root / "deep" / "old")
+        (root / "deep" / "adapter").symlink_to(secret)
+        return found
+
+    monkeypatch.setattr(os.path, "realpath", swap)
+    with pytest.raises(SourceForbidden):
+        source.open("b.txt")
+
+
+def test_unknown_schemes(root):
+    with pytest.raises(InvalidArgument, match="file"):
+        open_source("gopher://x/y", {"main": root})
