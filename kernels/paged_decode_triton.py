@@ -31,7 +31,8 @@ def num_splits(num_seqs: int, num_kv_heads: int, max_len: int) -> int:
     if programs < UNEVEN_PROGRAMS:
         wanted = max(wanted, min(UNEVEN_SPLITS, max_len // UNEVEN_KEYS))
     wanted = min(wanted, triton.cdiv(max_len, MIN_SPLIT_KEYS), MAX_SPLITS)
-    return 2 ** (int(max(wanted, 1)).bit_length() - 1)
+    floor: int = 2 ** (max(wanted, 1).bit_length() - 1)
+    return floor
 
 
 def paged_decode(

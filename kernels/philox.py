@@ -39,6 +39,6 @@ def token_bits(vocab: int, seed: Tensor, index: Tensor, position: Tensor) -> Ten
 
 
 def gumbel(bits: Tensor) -> Tensor:
-    """Standard Gumbel noise, -log(-log(u)), by 32 random bits; u, exact in float32, is the middle of one of 2**23 cells."""
+    """Standard Gumbel noise, -log(-log(u)), by 32 random bits; u, exact in float32, is the middle of a 2**23rd."""
     uniform = ((bits >> (32 - UNIFORM_BITS)).to(torch.float32) + 0.5) * 2.0**-UNIFORM_BITS
     return -torch.log(-torch.log(uniform))

@@ -81,8 +81,8 @@ def sample(logits: Tensor, rows: SamplingRows, *, filtered: bool, out: Tensor | 
     Semantics: scores = logits / temperature; top-k keeps the k best scores and their equals, top-p of these the best
     whose better ones have less than top_p of the mass (of the k best), and their equals, min-p those of at least
     min_p times the best one's probability; the token is the argmax of score + Gumbel noise over what is kept, the noise
-    Philox(seed, sample_index, position, token id). Masses are summed in float32, so which side of top_p a token falls on may
-    differ from the reference's by that rounding.
+    Philox(seed, sample_index, position, token id). Masses are summed in float32, so which side of top_p a token falls
+    on may differ from the reference's by that rounding.
 
     Args:
         logits: `[rows, vocab]` float32 or half precision, last dimension contiguous.

@@ -11,8 +11,10 @@ from inference_service.lora.batch import LoraBatch
 from inference_service.model.batch import ForwardBatch
 
 
-def gather(schedule: Schedule, block_size: int, device: torch.device) -> ForwardBatch:
+def gather(schedule: Schedule, block_size: int, scratch_slot: int, device: torch.device) -> ForwardBatch:
     """The forward pass of `schedule`, in the order of its chunks. Shapes and dtypes are `ForwardBatch`'s.
+
+    Cached blocks are others' too: a token that is recomputed only for its logits writes to `scratch_slot` instead.
 
     `logit_rows`: first the last row of every chunk that samples, then the rows of the chunks' `scored_positions`.
     """
@@ -23,6 +25,8 @@ def gather(schedule: Schedule, block_size: int, device: torch.device) -> Forward
     tables = block_tables(chunks)
     sequence_of = np.repeat(np.arange(len(chunks)), lengths)
     kv_slots = tables[sequence_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    num_cached = np.repeat([chunk.sequence.num_cached for chunk in chunks], lengths)
+    kv_slots[positions < num_cached] = scratch_slot
     tokens = [t for c in chunks for t in c.sequence.token_ids[c.start : c.start + c.length]]
     return ForwardBatch(
         token_ids=torch.tensor(tokens, dtype=torch.int64).to(device, non_blocking=True),

@@ -114,14 +114,15 @@ class ModelRunner:
         return nbytes // block_bytes
 
     def _build_kv_cache(self) -> KVCache:
+        """One block more than the scheduler knows: scratch, for tokens that need no keys and values."""
         c = self.model_config
-        size = (c.num_layers, self.num_blocks, self.block_size, c.num_kv_heads, c.head_dim)
+        size = (c.num_layers, self.num_blocks + 1, self.block_size, c.num_kv_heads, c.head_dim)
         return KVCache(*size, self.dtype, self.device)
 
     # ---- one step
 
     def _execute(self, schedule: Schedule) -> StepResult:
-        batch = gather(schedule, self.block_size, self.device)
+        batch = gather(schedule, self.block_size, self.num_blocks * self.block_size, self.device)
         hidden = self.decoder(batch, self.kv_cache)  # [rows, hidden]
         sequences = [chunk.sequence for chunk in schedule.chunks if chunk.samples]
         token_ids: list[int] = []

@@ -252,7 +252,10 @@ class Scheduler:
             return False
         blocks.acquire(cached)
         sequence.blocks = array("i", cached + blocks.allocate(num_new))
-        sequence.num_computed = sequence.num_cached = len(cached) * blocks.block_size
+        sequence.num_cached = len(cached) * blocks.block_size
+        sequence.num_computed = min(
+            sequence.num_cached, len(sequence.token_ids) - 1
+        )  # the last one's logits are needed
         sequence.num_named = len(cached)
         sequence.handle = None if spec.adapter_digest is None else self.adapters.acquire(spec.adapter_digest)
         sequence.state = State.RUNNING
@@ -264,10 +267,10 @@ class Scheduler:
         return True
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
-        """Blocks of the longest cached prefix that leaves at least one token to compute."""
+        """Blocks of the longest cached prefix, all of it at best."""
         if not self.blocks.prefix_caching or sequence.wants_prompt_logprobs:
             return []
-        num_full = (len(sequence.token_ids) - 1) // self.blocks.block_size
+        num_full = len(sequence.token_ids) // self.blocks.block_size
         self._extend_hashes(sequence, num_full)
         return self.blocks.find(sequence.hashes[:num_full])
 

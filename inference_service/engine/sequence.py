@@ -69,6 +69,7 @@ class Sequence:
     Attributes:
         token_ids: Prompt and output; the engine appends.
         hashes: Names of the first full blocks, extended when needed.
+        num_cached: Tokens whose keys and values were found at admission. A recomputed one among them is not written.
         num_named: How many of `blocks` have been offered to the prefix cache.
         handle: Of its adapter while it runs; None for the base model.
     """

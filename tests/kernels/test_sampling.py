@@ -115,6 +115,22 @@ def test_broken_logits_still_give_a_token(value: float) -> None:
         assert ((tokens >= 0) & (tokens < 40)).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+def test_a_captured_graph_follows_the_device_data() -> None:
+    rows, logits = sampling_rows(FILTERS), random(len(FILTERS), 128256, dtype=torch.bfloat16)
+    sampling_triton.sample(logits, rows, filtered=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sampling_triton.sample(logits, rows, filtered=True)
+    for seed in range(3):
+        logits.copy_(3 * random(*logits.shape, dtype=torch.bfloat16, seed=seed))
+        rows.position.add_(1)
+        graph.replay()
+        assert torch.equal(captured, sampling_triton.sample(logits, rows, filtered=True))
+        assert (captured == sampling_reference.sample(logits, rows, filtered=True)).sum() >= len(FILTERS) - 1
+
+
 # ---- the cutoff
 
 

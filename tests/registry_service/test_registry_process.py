@@ -52,9 +52,7 @@ def test_it_serves_until_a_signal(tmp_path, signum):
 
 
 def test_wrong_settings_are_told_together(tmp_path):
-    process = run(
-        "--database", "mysql://x", "--file-root", "main", env={"LORAPLEX_REGISTRY_NOSUCH": "1"}
-    )
+    process = run("--database", "mysql://x", "--file-root", "main", env={"LORAPLEX_REGISTRY_NOSUCH": "1"})
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
     message = json.loads(err.splitlines()[-1])["message"]

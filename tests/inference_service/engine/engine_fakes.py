@@ -35,7 +35,7 @@ class FakeRunner:
         assert all(chunk.length == 1 for chunk in schedule.chunks[: schedule.num_decodes])
         for chunk in schedule.chunks:
             tokens = chunk.sequence.token_ids
-            for position in range(chunk.start, chunk.start + chunk.length):
+            for position in range(max(chunk.start, chunk.sequence.num_cached), chunk.start + chunk.length):
                 self.cells[self._cell(chunk, position)] = tokens[: position + 1]
         for chunk in schedule.chunks:
             for position in range(chunk.start + chunk.length):
