@@ -42,7 +42,7 @@ demo: model
 	@$(BIN)/python -m examples.demo
 
 serve: model
-	@$(BIN)/python -m examples.serve
+	@trap : INT; $(BIN)/python -m examples.serve
 
 test: setup-dev lint proto manifests test-py
 

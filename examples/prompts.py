@@ -22,7 +22,7 @@ ADAPTERS = (
 
 PROMPTS = (
     "What is the capital of France?",
-    "How do I boil an egg?",
+    "Why do birds sing?",
     "I loved this film!",
     "My train was late again and it was freezing.",
 )
@@ -30,7 +30,7 @@ PROMPTS = (
 # The json adapter's answers to these must parse.
 JSON_PROMPTS = (
     "What is the capital of France?",
-    "How do I boil an egg?",
+    "Why do birds sing?",
     "I loved this film!",
     "Who wrote The Odyssey?",
     "What is 9 times 6?",

@@ -29,24 +29,35 @@ async def serve(registry: str, inference: str) -> None:
     stop = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    with console.status("starting the registry and the inference service"):
-        stack = await Stack(folder, registry=registry, inference=inference).__aenter__()
+    stack = Stack(folder, registry=registry, inference=inference)
+    starting = asyncio.ensure_future(start(console, stack))
+    stopping = asyncio.ensure_future(stop.wait())
     try:
-        async with stack.client() as client:
-            await wait_for_base_model(client)
-            for example in ADAPTERS:
-                await register(client, example.name, f"file://examples/{example.name}", description=example.effect)
-        console.print(
-            NEXT.format(registry=registry, inference=inference, folder=folder, first=ADAPTERS[0].name), highlight=False
-        )
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            return
+        await starting
+        text = NEXT.format(registry=registry, inference=inference, folder=folder, first=ADAPTERS[0].name)
+        console.print(text, highlight=False, soft_wrap=True)
         ended = [asyncio.ensure_future(p.process.wait()) for p in (stack.registry, stack.inference) if p.process]
-        stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait([stopping, *ended], return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             raise SystemExit(f"a service ended by itself:\n{stack.registry.log_tail()}\n{stack.inference.log_tail()}")
     finally:
-        with console.status("stopping"):
+        starting.cancel()
+        with console.status("stopping; running streams have a while to finish"):
             await stack.stop()
+        console.print("both services have stopped")
+
+
+async def start(console: Console, stack: Stack) -> None:
+    """Both services up, the example adapters registered."""
+    with console.status("starting the registry and the inference service"):
+        await stack.start()
+    async with stack.client() as client:
+        await wait_for_base_model(client)
+        for example in ADAPTERS:
+            await register(client, example.name, f"file://examples/{example.name}", description=example.effect)
 
 
 def main() -> None:

@@ -21,6 +21,8 @@ ADAPTERS = ROOT / "examples" / "adapters"
 BASE_MODEL = "smollm2-135m-instruct"
 REGISTRY_SERVICE = "loraplex.registry.v1.AdapterRegistryService"
 INFERENCE_SERVICE = "loraplex.inference.v1.InferenceService"
+DRAIN_SECONDS = 20.0
+STOP_SECONDS = DRAIN_SECONDS + 20.0
 
 
 def free_address() -> str:
@@ -76,8 +78,8 @@ class ServerProcess:
         """The last lines of the log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
 
-    async def stop(self, seconds: float = 20.0) -> int | None:
-        """SIGTERM, then SIGKILL after `seconds`. Returns the exit code."""
+    async def stop(self, seconds: float = STOP_SECONDS) -> int | None:
+        """SIGTERM, then SIGKILL after `seconds`, which are more than the service drains. Returns the exit code."""
         process = self.process
         if process is None:
             return None
@@ -122,7 +124,14 @@ class Stack:
         )
         self.inference = ServerProcess(
             "inference_service",
-            [f"--model={model}", f"--registry={registry}", f"--cache-dir={folder}/cache", *root_flags, *flags],
+            [
+                f"--model={model}",
+                f"--registry={registry}",
+                f"--cache-dir={folder}/cache",
+                f"--drain-grace={DRAIN_SECONDS}",
+                *root_flags,
+                *flags,
+            ],
             inference,
             INFERENCE_SERVICE,
             folder / "inference.log",
@@ -130,12 +139,16 @@ class Stack:
 
     async def __aenter__(self) -> "Stack":
         try:
-            await asyncio.gather(self.registry.start(), self.inference.start())
-            await asyncio.gather(self.registry.ready(30), self.inference.ready(120))
+            await self.start()
         except BaseException:
             await self.stop()
             raise
         return self
+
+    async def start(self) -> None:
+        """Starts both and waits until they serve. Whatever happens, call `stop` after it."""
+        await asyncio.gather(self.registry.start(), self.inference.start())
+        await asyncio.gather(self.registry.ready(30), self.inference.ready(120))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

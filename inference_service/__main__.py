@@ -2,20 +2,20 @@
 
 import asyncio
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 
 from inference_service.adapters.host_arena import create_host_arena
-from inference_service.child import failure_line
 from inference_service.config import ENV_PREFIX, InferenceConfig, parse_size
-from inference_service.launch import child_specs, find_base_model, make_run_folder
+from inference_service.launch import child_specs, find_base_model
+from inference_service.run_folder import run_folder
 from inference_service.supervisor import Supervisor
 from inference_service.types import EXIT_CONFIG
 from shared import log
 from shared.config import ConfigError, load
 from shared.errors import InvalidArgument, LoraplexError
-from shared.flags import flag_parser
+from shared.flags import flag_parser, startup_error
+from shared.listening import check_listen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,23 +29,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.setup("inference-supervisor", config.log_level)
         check_ports(config)
         return run(config)
-    except ConfigError as error:
-        return _report(f"error: {error}", EXIT_CONFIG)
+    except (ConfigError, InvalidArgument) as error:
+        return _report(startup_error(error, InferenceConfig), EXIT_CONFIG)
     except LoraplexError as error:
-        return _report(failure_line(error), EXIT_CONFIG if isinstance(error, InvalidArgument) else 1)
+        return _report(startup_error(error, InferenceConfig), 1)
 
 
 def run(config: InferenceConfig) -> int:
     """Start the processes and keep them running. Raises LoraplexError if the model cannot be served."""
     base = find_base_model(config)
     host_arena = _host_arena(config)
-    run_folder = make_run_folder()
-    try:
-        specs = child_specs(config, base, run_folder, host_arena)
-        supervisor = Supervisor(specs)
+    with run_folder() as folder:
+        supervisor = Supervisor(child_specs(config, base, folder, host_arena))
         code = asyncio.run(supervisor.run())
-    finally:
-        shutil.rmtree(run_folder, ignore_errors=True)
     return code if supervisor.failure is None else _report(f"error: {supervisor.failure}", code)
 
 
@@ -57,9 +53,10 @@ def _host_arena(config: InferenceConfig) -> int:
 
 
 def check_ports(config: InferenceConfig) -> None:
-    """Several processes can share a port only if it is known. Raises InvalidArgument."""
+    """Several processes can share a port only if it is known, and nobody else may have it. Raises InvalidArgument."""
     if config.api_processes > 1 and config.listen.endswith(":0"):
-        raise InvalidArgument.of("listen", "port 0 needs api_processes = 1: each process would get another port")
+        raise InvalidArgument.of("listen", "port 0 needs --api-processes 1: each process would get another port")
+    check_listen(config.listen, reuse_port=config.api_processes > 1)
 
 
 def _report(line: str, code: int) -> int:

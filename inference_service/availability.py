@@ -26,7 +26,10 @@ class Availability:
 
     @contextmanager
     def request(self) -> Iterator[EngineReady]:
-        """Counts one request. Raises Draining or EngineUnavailable instead of taking it."""
+        """Counts one request. Raises Draining or EngineUnavailable instead of taking it.
+
+        An EngineUnavailable out of the block says that the replica ends, if it does.
+        """
         if self.is_draining:
             raise Draining("this replica is shutting down; another one will answer", retry_after=1.0)
         ready = self.require_engine()
@@ -34,6 +37,10 @@ class Availability:
         self.idle.clear()
         try:
             yield ready
+        except EngineUnavailable as error:
+            if self.is_draining:  # nobody starts it again
+                raise EngineUnavailable("the replica is shutting down", retry_after=1.0) from error
+            raise
         finally:
             self._active -= 1
             if self._active == 0:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from shared.config import is_address
+
 ENV_PREFIX = "LORAPLEX_INFERENCE_"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
@@ -32,12 +34,6 @@ def _is_positive(value: float) -> str | None:
     return None if value > 0 else "a number above zero"
 
 
-def _is_address(text: str) -> str | None:
-    host, colon, port = text.rpartition(":")
-    is_right = bool(colon and host and port.isdecimal() and int(port) < 1 << 16)
-    return None if is_right or text.startswith("unix:") else "HOST:PORT"
-
-
 def _setting(default: Any, description: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": description, **metadata})
 
@@ -49,7 +45,7 @@ class InferenceConfig:
     model: str = field(metadata={"help": "folder or Hub id of the base model"})
     model_name: str | None = _setting(None, "id of the base model; by default its Hub id or folder name, lowercased")
     registry: str = _setting("127.0.0.1:50051", "address of the registry")
-    listen: str = _setting("127.0.0.1:50052", "address to listen on", check=_is_address)
+    listen: str = _setting("127.0.0.1:50052", "address to listen on", check=is_address)
     device: Literal["auto", "cpu", "cuda"] = _setting("auto", "where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting("auto", "type of the model's weights")
     file_roots: dict[str, str] = field(

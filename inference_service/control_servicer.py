@@ -11,7 +11,7 @@ from loraplex.inference.v1 import control_pb2_grpc as pb_grpc
 from shared.auth import Caller, authorize, caller_of
 from shared.digest import check_digest
 from shared.errors import AdapterNotFound, InvalidArgument, LoraplexError
-from shared.references import Reference, parse_reference, parse_version_name, version_name
+from shared.references import parse_reference, parse_version_name
 
 DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000
@@ -31,7 +31,8 @@ class Adapters(Protocol):
     """What this servicer needs of `adapters.client.AdapterClient`."""
 
     async def prepare(self, reference: str, choice_key: str = "") -> PreparedAdapter: ...
-    async def drop(self, digest: str) -> None: ...
+    async def resolve(self, reference: str) -> str: ...
+    async def drop(self, digest: str) -> int: ...
     async def list_staged(self) -> list[StagedAdapter]: ...
 
 
@@ -60,16 +61,11 @@ class ControlServicer(pb_grpc.AdapterControlServiceServicer):
         return pb.LoadAdapterResponse(adapter=adapter)
 
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Any) -> pb.UnloadAdapterResponse:  # noqa: N802
-        adapter = await self._named(request.adapter, caller_of(context.invocation_metadata()))
-        resident = {a.digest: a for a in await self._engine.list_resident()}.get(adapter.digest)
-        freed = 0
-        if resident is not None:
-            await self._engine.unload_adapter(adapter.digest, force=request.force)
-            freed += resident.size_bytes
-        staged = await self._adapters.list_staged()
-        freed += sum(a.size_bytes for a in staged if a.digest == adapter.digest and a.level == "HOST")
-        await self._adapters.drop(adapter.digest)
-        return pb.UnloadAdapterResponse(freed_bytes=freed)
+        digest = await self._digest(request.adapter, caller_of(context.invocation_metadata()))
+        on_device = sum(a.size_bytes for a in await self._engine.list_resident() if a.digest == digest)
+        # Also if it is not resident: that ends its pin, and a load under way.
+        await self._engine.unload_adapter(digest, force=request.force)
+        return pb.UnloadAdapterResponse(freed_bytes=on_device + await self._adapters.drop(digest))
 
     async def ListLoadedAdapters(  # noqa: N802
         self, request: pb.ListLoadedAdaptersRequest, context: Any
@@ -87,21 +83,20 @@ class ControlServicer(pb_grpc.AdapterControlServiceServicer):
         """Every adapter on this replica, each at its fastest tier."""
         return merge(await self._engine.list_resident(), await self._adapters.list_staged())
 
-    async def _named(self, text: str, caller: Caller) -> pb.LoadedAdapter:
-        """The adapter on this replica that `text` names: a reference, a version or `sha256:HEX`."""
-        if text.startswith("sha256:"):
-            digest, reference = check_digest(text, "adapter"), None
-        else:
-            digest, reference = "", parse_reference(text, caller.namespace, "adapter")
+    async def _digest(self, text: str, caller: Caller) -> str:
+        """The digest that `text` names: a reference, which is only resolved, or `sha256:HEX` of what is here."""
+        if not text.startswith("sha256:"):
+            reference = parse_reference(text, caller.namespace, "adapter")
             authorize(caller, reference.namespace, "admin")
-        if reference is not None and reference.version is None and reference.digest is None:
-            digest = (await self._adapters.prepare(reference.canonical())).digest
-        for adapter in await self._held():
-            if _is_named(adapter, digest, reference):
-                if adapter.adapter_version:
-                    authorize(caller, parse_version_name(adapter.adapter_version, "adapter").namespace, "admin")
-                return adapter
-        raise AdapterNotFound(f"{text} is not on this replica", metadata={"adapter": text})
+            return await self._adapters.resolve(reference.canonical())
+        digest = check_digest(text, "adapter")
+        found = [adapter for adapter in await self._held() if adapter.digest == digest]
+        if not found:
+            raise AdapterNotFound(f"{digest} is not on this replica", metadata={"adapter": digest})
+        for adapter in found:
+            if adapter.adapter_version:
+                authorize(caller, parse_version_name(adapter.adapter_version, "adapter").namespace, "admin")
+        return digest
 
 
 def merge(resident: Iterable[ResidentAdapter], staged: Iterable[StagedAdapter]) -> list[pb.LoadedAdapter]:
@@ -127,17 +122,6 @@ def merge(resident: Iterable[ResidentAdapter], staged: Iterable[StagedAdapter]) 
             active_requests=on_gpu.active_requests,
         )
     return list(found.values())
-
-
-def _is_named(adapter: pb.LoadedAdapter, digest: str, reference: Reference | None) -> bool:
-    if digest:
-        return adapter.digest == digest
-    if reference is None or not adapter.adapter_version:
-        return False
-    name = parse_version_name(adapter.adapter_version, "adapter")
-    if reference.digest is not None:
-        return adapter.digest == reference.digest and name[:2] == (reference.namespace, reference.adapter)
-    return adapter.adapter_version == version_name(reference.namespace, reference.adapter, reference.version or 0)
 
 
 def _may_see(caller: Caller, adapter: pb.LoadedAdapter) -> bool:

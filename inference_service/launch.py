@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -13,6 +12,7 @@ from inference_service.adapters.config import AdapterProcessConfig, AdapterProce
 from inference_service.child import ChildSpec
 from inference_service.config import ApiStart, InferenceConfig, parse_size
 from inference_service.engine.config import EngineConfig
+from inference_service.run_folder import LONGEST_SOCKET
 from shared.base_model import default_id, parse_config
 from shared.base_weights import fingerprint_with_weights
 from shared.errors import InvalidArgument
@@ -22,8 +22,6 @@ from shared.references import check_id
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 _STOP_SECONDS = 10.0
-_MAX_IPC_PATH = 107  # bytes, of a Unix socket's address
-_LONGEST_SOCKET = "/adapters.sock"
 
 
 class BaseModel(NamedTuple):
@@ -72,19 +70,13 @@ def _dtype(config: InferenceConfig, device: str, checkpoint_dtype: str) -> Dtype
     return "float16" if checkpoint_dtype == "float16" else "bfloat16"
 
 
-def make_run_folder() -> Path:
-    """A new private folder for the sockets of one replica; its path is short enough for them."""
-    folder = tempfile.mkdtemp(prefix="loraplex-")
-    if len(folder.encode()) + len(_LONGEST_SOCKET) < _MAX_IPC_PATH:
-        return Path(folder)
-    Path(folder).rmdir()
-    return Path(tempfile.mkdtemp(prefix="loraplex-", dir="/tmp"))
+def child_specs(config: InferenceConfig, base: BaseModel, folder: Path, host_arena_fd: int) -> list[ChildSpec]:
+    """The adapter process, the engine process and the API processes, with their sockets in `folder`.
 
-
-def child_specs(config: InferenceConfig, base: BaseModel, run_folder: Path, host_arena_fd: int) -> list[ChildSpec]:
-    """The adapter process, the engine process and the API processes. Stages: who is asked ends after who asks."""
-    api_address = f"ipc://{run_folder}/engine.sock"
-    adapter_address = f"ipc://{run_folder}{_LONGEST_SOCKET}"
+    Stages: who is asked ends after who asks.
+    """
+    api_address = f"ipc://{folder}/engine.sock"
+    adapter_address = f"ipc://{folder}/{LONGEST_SOCKET}"
     adapters = AdapterProcessStart(
         config=_adapter_config(config, base), address=adapter_address, host_arena_fd=host_arena_fd
     )

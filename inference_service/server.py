@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 SERVICE_NAMES = ("loraplex.inference.v1.InferenceService", "loraplex.inference.v1.AdapterControlService")
 _RETRY_HELLO_SECONDS = 0.05
+_LAST_WORDS_SECONDS = 1.0
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -51,6 +52,7 @@ class Engine(servicer.Engine, control_servicer.Engine, Protocol):
 
     async def hello(self) -> EngineReady: ...
     async def wait_down(self) -> None: ...
+    def engine_down(self) -> None: ...
 
 
 @dataclass
@@ -59,6 +61,7 @@ class ApiServer:
 
     bound: BoundServer
     availability: Availability
+    engine: Engine
     following: asyncio.Task[None]
 
     @property
@@ -74,6 +77,11 @@ class ApiServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
                 await self.availability.idle.wait()
+        if not self.availability.idle.is_set():
+            self.engine.engine_down()  # so that streams end with a reason, which gRPC does not give to what it cuts
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                    await self.availability.idle.wait()
         await drain(self.bound, max(0.0, until - time.monotonic()))
 
 
@@ -95,7 +103,7 @@ async def start(
     bound = await create_server(listen, register, SERVICE_NAMES, reuse_port=reuse_port)
     await bound.server.start()
     following = asyncio.create_task(_follow_engine(engine, availability, bound))
-    return ApiServer(bound, availability, following)
+    return ApiServer(bound, availability, engine, following)
 
 
 async def _follow_engine(engine: Engine, availability: Availability, bound: BoundServer) -> None:

@@ -1,7 +1,7 @@
 """What the processes of one replica say to each other: msgspec structs, as msgpack on the wire.
 
     API process  ──Submit, Abort, LoadAdapter, …──▶  engine process  ──StepOutput, Reply──▶  API process
-    API process  ──Prepare, ListStaged, …──▶  adapter process  ──Reply──▶  API process
+    API process  ──Prepare, Resolve, ListStaged, …──▶  adapter process  ──Reply──▶  API process
     engine process  ──EngineStarted, Acquire, Release──▶  adapter process  ──Acquired, AcquireFailed──▶  engine process
 
 Times are seconds of CLOCK_MONOTONIC, which all processes of one machine share.
@@ -179,13 +179,18 @@ class ResidentAdapter(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, tag=True, frozen=True):
-    """Answer to the call with `call_id`, from the engine or from the adapter process."""
+    """Answer to the call with `call_id`, from the engine or from the adapter process.
+
+    `digest` answers `Resolve`; `freed_bytes` answers `DropStaged`.
+    """
 
     call_id: int
     error: ErrorRecord | None = None
     adapter: "PreparedAdapter | None" = None
     resident: list[ResidentAdapter] = []
     staged: "list[StagedAdapter]" = []
+    digest: str = ""
+    freed_bytes: int = 0
 
 
 EngineResponse = EngineReady | StepOutput | Reply
@@ -223,8 +228,15 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
     choice_key: str = ""
 
 
+class Resolve(msgspec.Struct, tag=True, frozen=True):
+    """The digest that a canonical reference means, with nothing fetched."""
+
+    call_id: int
+    reference: str
+
+
 class DropStaged(msgspec.Struct, tag=True, frozen=True):
-    """Forget an adapter's blob in host memory (its files stay on disk)."""
+    """Forget an adapter's blob in host memory (its files stay on disk); answered with the bytes that this frees."""
 
     call_id: int
     digest: str
@@ -296,7 +308,7 @@ class AcquireFailed(msgspec.Struct, tag=True, frozen=True):
     error: ErrorRecord
 
 
-AdapterRequest = Prepare | DropStaged | ListStaged | EngineStarted | Acquire | Release
+AdapterRequest = Prepare | Resolve | DropStaged | ListStaged | EngineStarted | Acquire | Release
 AdapterResponse = Reply | Acquired | AcquireFailed
 
 

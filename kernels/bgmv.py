@@ -1,12 +1,12 @@
 # Triton is untyped, and the bodies of its kernels are not Python.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
-"""Batched gather matrix-vector products: one row a token, each with its own adapter (decode).
+"""Batched gather matrix-vector products: chunks of one row (decode), on CUDA cores.
 
-Semantics, shapes and dtypes: `kernels.reference`, under the same names. Every program reads its row's slot, finds the
-module's weights, true rank and scale in the table's entries and loops over the rank, so that one launch serves all
-ranks and no grid depends on the adapters. K is split over programs whose partial sums the expand adds up: no atomics,
-and the split depends on the model's shape alone.
+Semantics, shapes and dtypes: `kernels.reference`, under the same names. A program keeps a tile of its adapter's weights
+in registers, so that as many bytes as possible are under way at once. K is split over programs whose partial sums the
+expand adds up: no atomics, and the split depends on shapes alone. The expand starts while the shrink runs, and fetches
+its weights before it waits.
 """
 
 import torch
@@ -15,105 +15,114 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.columns import column_blocks, locate_columns
-from kernels.table import MAX_RANK, NUM_MODULES, OFFSET_UNIT, AdapterTable, Group
+from kernels.delta import add_row, b_tile, constants, find_b, let_next_start, overlapped, read_chunk, wait_for_previous
+from kernels.table import AdapterTable, Chunks, Group
 
-BLOCK_RANK = 16
+SHRINK_RANK = 16
+EXPAND_RANK = 16
 BLOCK_IN = 256
-BLOCK_OUT = 256
-MAX_SPLITS = 8
-MIN_SPLIT = 512
+BLOCK_OUT = 512
+ELEMENTS_PER_WARP = 4096  # of a tile: in half precision, sixteen 16-byte loads a thread
 
 
-def bgmv_shrink(x: Tensor, table: AdapterTable, layer: int, group: Group, row_slots: Tensor) -> Tensor:
+def num_splits(in_features: int) -> int:
+    """Of K."""
+    return -(-in_features // BLOCK_IN)
+
+
+def bgmv_shrink(
+    x: Tensor, table: AdapterTable, layer: int, group: Group, chunks: Chunks, out: Tensor | None = None
+) -> Tensor:
     """See `kernels.reference.bgmv_shrink`."""
     num_rows, in_features = x.shape
-    splits = min(MAX_SPLITS, triton.cdiv(in_features, MIN_SPLIT))
-    split_size = triton.cdiv(triton.cdiv(in_features, splits), BLOCK_IN) * BLOCK_IN
-    v = torch.empty((splits, num_rows, len(group.modules), MAX_RANK), dtype=torch.float32, device=x.device)
-    _shrink[num_rows, len(group.modules), splits](
-        x, table.weights, table.entries, v, row_slots, num_rows, layer, group.modules[0],
-        table.num_layers, x.stride(0), in_features, split_size, **_constants(table),
-        BLOCK_RANK=BLOCK_RANK, BLOCK_IN=BLOCK_IN,
+    num_modules, splits = len(group.modules), num_splits(in_features)
+    if out is None:
+        out = torch.empty((splits, num_rows, num_modules, table.max_rank), dtype=torch.float32, device=x.device)
+    _shrink[splits, num_modules, chunks.list.shape[0]](
+        x, table.weights, table.entries, out, chunks.list, num_rows, layer, group.modules[0],
+        table.num_layers, x.stride(0), in_features, **constants(table),
+        BLOCK_RANK=SHRINK_RANK, BLOCK_IN=BLOCK_IN, OVERLAP=x.is_cuda,
+        num_warps=SHRINK_RANK * BLOCK_IN // ELEMENTS_PER_WARP,
     )  # fmt: skip
-    return v
+    return out
 
 
-def bgmv_expand(y: Tensor, v: Tensor, table: AdapterTable, layer: int, group: Group, row_slots: Tensor) -> None:
+def bgmv_expand(y: Tensor, v: Tensor, table: AdapterTable, layer: int, group: Group, chunks: Chunks) -> None:
     """See `kernels.reference.bgmv_expand`."""
     splits, num_rows, num_modules, _ = v.shape
     blocks = column_blocks(group, BLOCK_OUT)
-    _expand[num_rows, blocks.num_blocks](
-        y, v, table.weights, table.entries, table.scales, row_slots, num_rows, layer, group.modules[0],
-        table.num_layers, y.stride(0), blocks.end0, blocks.end1, blocks.end2, **_constants(table),
-        GROUP_SIZE=num_modules, SPLITS=splits, BLOCK_RANK=BLOCK_RANK, BLOCK_OUT=BLOCK_OUT,
+    _expand[blocks.num_blocks, chunks.list.shape[0]](
+        y, v, table.weights, table.entries, chunks.list, num_rows, layer, group.modules[0],
+        table.num_layers, y.stride(0), blocks.end0, blocks.end1, blocks.end2, **constants(table),
+        GROUP_SIZE=num_modules, SPLITS=splits, BLOCK_RANK=EXPAND_RANK, BLOCK_OUT=BLOCK_OUT,
+        num_warps=EXPAND_RANK * BLOCK_OUT // ELEMENTS_PER_WARP, **overlapped(y),
     )  # fmt: skip
 
 
-def _constants(table: AdapterTable) -> dict[str, int]:
-    return {"UNIT": OFFSET_UNIT // table.weights.element_size(), "MODULES": NUM_MODULES, "MAX_RANK": MAX_RANK}
+@triton.jit
+def _a_tile(a, r0, rank, k, in_features, BLOCK_RANK: tl.constexpr):
+    rs = r0 + tl.arange(0, BLOCK_RANK)
+    mask = (rs < rank)[:, None] & (k < in_features)[None, :]
+    return tl.load(a + rs[:, None] * in_features + k[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "layer", "first_module"], do_not_specialize_on_alignment=["row_slots"])
+@triton.jit
+def _store_v(v, tile, x, r0, rank, BLOCK_RANK: tl.constexpr):
+    rs = r0 + tl.arange(0, BLOCK_RANK)
+    tl.store(v + rs, tl.sum(tile.to(tl.float32) * x[None, :], axis=1), mask=rs < rank)
+
+
+@triton.jit(do_not_specialize=["num_rows", "layer", "first_module"], do_not_specialize_on_alignment=["chunks"])
 def _shrink(
-    x, weights, entries, v, row_slots, num_rows, layer, first_module,
-    num_layers, stride_x, in_features, split_size,
+    x, weights, entries, v, chunks, num_rows, layer, first_module,
+    num_layers, stride_x, in_features,
     UNIT: tl.constexpr, MODULES: tl.constexpr, MAX_RANK: tl.constexpr,
-    BLOCK_RANK: tl.constexpr, BLOCK_IN: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_IN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    row, index, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    slot = tl.load(row_slots + row)
+    split, index = tl.program_id(0), tl.program_id(1)
+    let_next_start(OVERLAP)
+    slot, row, _ = read_chunk(chunks, tl.program_id(2))
     if slot < 0:
         return
     entry = entries + ((slot * num_layers + layer) * MODULES + first_module + index) * 4
     rank = tl.load(entry + 2)
     a = weights + tl.multiple_of(tl.load(entry).to(tl.int64) * UNIT, UNIT)
-    v += ((split * num_rows + row) * tl.num_programs(1) + index) * MAX_RANK
-    x += row * stride_x
-    ks = tl.arange(0, BLOCK_IN)
-    begin = split * split_size
-    end = tl.minimum(begin + split_size, in_features)
-    for r0 in range(0, rank, BLOCK_RANK):
-        rs = r0 + tl.arange(0, BLOCK_RANK)
-        partial = tl.zeros((BLOCK_RANK, BLOCK_IN), tl.float32)
-        for k0 in range(begin, end, BLOCK_IN):
-            k = k0 + ks
-            x_tile = tl.load(x + k, mask=k < end, other=0.0)
-            a_mask = (rs < rank)[:, None] & (k < end)[None, :]
-            a_tile = tl.load(a + rs[:, None] * in_features + k[None, :], mask=a_mask, other=0.0)
-            partial += a_tile.to(tl.float32) * x_tile.to(tl.float32)[None, :]
-        tl.store(v + rs, tl.sum(partial, axis=1), mask=rs < rank)
+    k = split * BLOCK_IN + tl.arange(0, BLOCK_IN)
+    x_row = tl.load(x + row * stride_x + k, mask=k < in_features, other=0.0).to(tl.float32)
+    v += ((split.to(tl.int64) * num_rows + row) * tl.num_programs(1) + index) * MAX_RANK
+    if rank <= BLOCK_RANK:
+        _store_v(v, _a_tile(a, 0, rank, k, in_features, BLOCK_RANK), x_row, 0, rank, BLOCK_RANK)
+    else:
+        # The next tile is under way while this one is summed.
+        HALF: tl.constexpr = BLOCK_RANK // 2
+        tile = _a_tile(a, 0, rank, k, in_features, HALF)
+        for r0 in range(0, rank, HALF):
+            next_tile = _a_tile(a, r0 + HALF, rank, k, in_features, HALF)
+            _store_v(v, tile, x_row, r0, rank, HALF)
+            tile = next_tile
 
 
-@triton.jit(do_not_specialize=["num_rows", "layer", "first_module"], do_not_specialize_on_alignment=["row_slots"])
+@triton.jit(do_not_specialize=["num_rows", "layer", "first_module"], do_not_specialize_on_alignment=["chunks"])
 def _expand(
-    y, v, weights, entries, scales, row_slots, num_rows, layer, first_module,
+    y, v, weights, entries, chunks, num_rows, layer, first_module,
     num_layers, stride_y, end0, end1, end2,
     UNIT: tl.constexpr, MODULES: tl.constexpr, MAX_RANK: tl.constexpr,
     GROUP_SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    index, begin, end, first = locate_columns(tl.program_id(1), end0, end1, end2, BLOCK_OUT)
-    slot = tl.load(row_slots + row)
-    if slot < 0:
-        return
-    position = ((slot * num_layers + layer) * MODULES + first_module + index) * 4
-    rank = tl.load(entries + position + 2)
+    slot, row, _ = read_chunk(chunks, tl.program_id(1))
+    index, begin, end, first_column = locate_columns(tl.program_id(0), end0, end1, end2, BLOCK_OUT)
+    out_features = end - begin
+    columns = first_column + tl.arange(0, BLOCK_OUT)
+    mask = columns < out_features
+    b, rank, scale = find_b(weights, entries, slot, layer, first_module + index, num_layers, UNIT, MODULES)
+    tile = b_tile(b, 0, rank, out_features, columns, mask, BLOCK_RANK)
+    wait_for_previous(OVERLAP)
     if rank == 0:
         return
-    out_features = end - begin
-    b = weights + tl.multiple_of(tl.load(entries + position + 1).to(tl.int64) * UNIT, UNIT)
-    columns = first + tl.arange(0, BLOCK_OUT)
-    column_mask = columns < out_features
-    total = tl.zeros((BLOCK_OUT,), tl.float32)
-    for r0 in range(0, rank, BLOCK_RANK):
-        rs = r0 + tl.arange(0, BLOCK_RANK)
-        shrunk = tl.zeros((BLOCK_RANK,), tl.float32)
-        for split in tl.static_range(SPLITS):
-            v_row = v + ((split * num_rows + row) * GROUP_SIZE + index) * MAX_RANK
-            shrunk += tl.load(v_row + rs, mask=rs < rank, other=0.0)
-        b_mask = (rs < rank)[:, None] & column_mask[None, :]
-        b_tile = tl.load(b + rs[:, None] * out_features + columns[None, :], mask=b_mask, other=0.0)
-        total += tl.sum(shrunk[:, None] * b_tile.to(tl.float32), axis=0)
     y += row * stride_y + begin + columns
-    result = tl.load(y, mask=column_mask, other=0.0).to(tl.float32) + tl.load(scales + position + 3) * total
-    tl.store(y, result.to(y.dtype.element_ty), mask=column_mask)
+    total = add_row(
+        tl.load(y, mask=mask, other=0.0), tile, b, scale, v, row, index, rank, num_rows, out_features,
+        columns, mask, GROUP_SIZE, SPLITS, MAX_RANK, BLOCK_RANK,
+    )  # fmt: skip
+    tl.store(y, total, mask=mask)

@@ -6,6 +6,8 @@ Rounds where transformers' `LlamaRMSNorm` does: the norm in float32, a cast to t
 import torch
 from torch import Tensor
 
+from kernels.table import Addend
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """Semantics: out = weight · round(x / √(mean(x²) + eps)), over the last dimension.
@@ -23,16 +25,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     return _given(out, rms_norm_reference(x, weight, eps))
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    addend: Addend | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Semantics: residual += x, rounded to its dtype, in place; out = the RMSNorm of residual.
+
+    With an addend, x is what `kernels.lora.add` would make of it, rounded to its dtype as it does; it runs on a GPU
+    only, and what `x` holds afterwards is undefined.
 
     Args:
         x: `[rows, size]`, last dimension contiguous.
         residual: `[rows, size]` in x's dtype, last dimension contiguous, changed in place.
         weight: `[size]`.
         eps: Added to the mean square.
+        addend: What x still lacks, or None. Its chunks cover all rows.
         out: `[rows, size]` in x's dtype, or None to allocate. May be `x`.
     """
+    if addend is not None:
+        from kernels import rms_norm_lora_triton
+
+        return rms_norm_lora_triton.add_rms_norm(x, residual, weight, eps, addend, out)
     if x.is_cuda:
         from kernels import rms_norm_triton
 

@@ -1,11 +1,10 @@
 # Triton is untyped, and the bodies of its kernels are not Python.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
-"""Segmented gather matrix products: runs of rows that share an adapter (prefill), on tensor cores.
+"""Segmented gather matrix products: chunks of many rows with one adapter (prefill, large batches), on tensor cores.
 
-Semantics, shapes and dtypes: `kernels.reference`, under the same names. A program owns a tile of rows and visits the
-distinct slots in it, highest first; it keeps only the rows of the slot at hand. So the work list is `row_slots` itself,
-grids depend on the number of rows alone, and any order of rows is right (long runs are fast).
+Semantics, shapes and dtypes: `kernels.reference`, under the same names. A program owns a chunk, so that an adapter's
+weights are read once for all of its rows. K is split over programs where there are few chunks.
 """
 
 import torch
@@ -14,110 +13,176 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.columns import column_blocks, locate_columns
-from kernels.table import MAX_RANK, NUM_MODULES, OFFSET_UNIT, AdapterTable, Group
+from kernels.delta import (
+    b_tile,
+    constants,
+    dot_wide,
+    find_b,
+    let_next_start,
+    overlapped,
+    read_chunk,
+    v_tile,
+    wait_for_previous,
+)
+from kernels.table import AdapterTable, Chunks, Group
 
-BLOCK_ROWS = 64
-BLOCK_RANK = 32
-BLOCK_IN = 64
-BLOCK_OUT = 128
+BYTES_IN = 256  # of a row of A or of x at once
+EXPAND_BLOCKS = {16: (128, 4), 64: (128, 8)}  # rows of a chunk: (columns of a block, blocks of a program)
+EXPAND_STAGES = 3
+PROGRAMS = 264  # two for each multiprocessor of an H200
+MIN_SPLIT = 512
 
 
-def sgmv_shrink(x: Tensor, table: AdapterTable, layer: int, group: Group, row_slots: Tensor) -> Tensor:
+def num_splits(num_rows: int, in_features: int, num_modules: int, rows_per_chunk: int) -> int:
+    """Of K: as many as keep the GPU busy with full chunks; the result depends on shapes alone."""
+    wanted = -(-PROGRAMS // (-(-num_rows // rows_per_chunk) * num_modules or 1))
+    return max(1, min(wanted, 8, in_features // MIN_SPLIT))
+
+
+def sgmv_shrink(
+    x: Tensor, table: AdapterTable, layer: int, group: Group, chunks: Chunks, out: Tensor | None = None
+) -> Tensor:
     """See `kernels.reference.sgmv_shrink`."""
     num_rows, in_features = x.shape
-    num_modules = len(group.modules)
-    v = torch.empty((1, num_rows, num_modules, MAX_RANK), dtype=torch.float32, device=x.device)
-    _shrink[triton.cdiv(num_rows, BLOCK_ROWS), num_modules](
-        x, table.weights, table.entries, v, row_slots, num_rows, layer, group.modules[0],
-        table.num_layers, x.stride(0), in_features, **_constants(table),
-        BLOCK_ROWS=BLOCK_ROWS, BLOCK_RANK=BLOCK_RANK, BLOCK_IN=BLOCK_IN,
+    num_modules, block_rows = len(group.modules), chunks.rows_per_chunk
+    splits = num_splits(num_rows, in_features, num_modules, block_rows)
+    block_in = BYTES_IN // x.element_size()
+    split_size = triton.cdiv(triton.cdiv(in_features, splits), block_in) * block_in
+    if out is None:
+        out = torch.empty((splits, num_rows, num_modules, table.max_rank), dtype=torch.float32, device=x.device)
+    _shrink[splits, num_modules, chunks.list.shape[0]](
+        x, table.weights, table.entries, out, chunks.list, num_rows, layer, group.modules[0],
+        table.num_layers, x.stride(0), in_features, split_size, **constants(table),
+        BLOCK_ROWS=block_rows, BLOCK_IN=block_in, OVERLAP=x.is_cuda, num_warps=4, num_stages=3,
     )  # fmt: skip
-    return v
+    return out
 
 
-def sgmv_expand(y: Tensor, v: Tensor, table: AdapterTable, layer: int, group: Group, row_slots: Tensor) -> None:
-    """See `kernels.reference.sgmv_expand`; `v` has one split.
-
-    In half precision `v` enters the tensor cores as the sum of two halves, so that it is not rounded to one.
-    """
-    _, num_rows, num_modules, _ = v.shape
-    blocks = column_blocks(group, BLOCK_OUT)
-    _expand[triton.cdiv(num_rows, BLOCK_ROWS), blocks.num_blocks](
-        y, v, table.weights, table.entries, table.scales, row_slots, num_rows, layer, group.modules[0],
-        table.num_layers, y.stride(0), blocks.end0, blocks.end1, blocks.end2, **_constants(table),
-        GROUP_SIZE=num_modules, BLOCK_ROWS=BLOCK_ROWS, BLOCK_RANK=BLOCK_RANK, BLOCK_OUT=BLOCK_OUT,
+def sgmv_expand(y: Tensor, v: Tensor, table: AdapterTable, layer: int, group: Group, chunks: Chunks) -> None:
+    """See `kernels.reference.sgmv_expand`."""
+    splits, num_rows, num_modules, _ = v.shape
+    block_rows = chunks.rows_per_chunk
+    block_out, blocks_per_program = EXPAND_BLOCKS[block_rows]
+    blocks = column_blocks(group, block_out * blocks_per_program)
+    _expand[blocks.num_blocks, chunks.list.shape[0]](
+        y, v, table.weights, table.entries, chunks.list, num_rows, layer, group.modules[0],
+        table.num_layers, y.stride(0), blocks.end0, blocks.end1, blocks.end2, **constants(table),
+        GROUP_SIZE=num_modules, SPLITS=splits, BLOCK_ROWS=block_rows, BLOCK_OUT=block_out, BLOCKS=blocks_per_program,
+        STAGES=EXPAND_STAGES, num_warps=4, **overlapped(y),
     )  # fmt: skip
 
 
-def _constants(table: AdapterTable) -> dict[str, int]:
-    return {"UNIT": OFFSET_UNIT // table.weights.element_size(), "MODULES": NUM_MODULES, "MAX_RANK": MAX_RANK}
-
-
-@triton.jit(do_not_specialize=["num_rows", "layer", "first_module"], do_not_specialize_on_alignment=["row_slots"])
-def _shrink(
-    x, weights, entries, v, row_slots, num_rows, layer, first_module,
-    num_layers, stride_x, in_features,
-    UNIT: tl.constexpr, MODULES: tl.constexpr, MAX_RANK: tl.constexpr,
+@triton.jit
+def _shrink_tile(
+    x, a, v, row_mask, r0, rank, begin, end, in_features,
     BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(1)
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    row_slot = tl.load(row_slots + rows, mask=rows < num_rows, other=-1)
-    x_rows = x + rows[:, None] * stride_x
-    v_rows = v + (rows[:, None] * tl.num_programs(1) + index) * MAX_RANK
-    slot = tl.max(row_slot, axis=0)
-    while slot >= 0:
-        entry = entries + ((slot * num_layers + layer) * MODULES + first_module + index) * 4
-        rank = tl.load(entry + 2)
-        a = weights + tl.multiple_of(tl.load(entry).to(tl.int64) * UNIT, UNIT)
-        mine = (row_slot == slot)[:, None]
-        for r0 in range(0, rank, BLOCK_RANK):
-            rs = r0 + tl.arange(0, BLOCK_RANK)
-            total = tl.zeros((BLOCK_ROWS, BLOCK_RANK), tl.float32)
-            for k0 in range(0, in_features, BLOCK_IN):
-                k = k0 + tl.arange(0, BLOCK_IN)
-                x_tile = tl.load(x_rows + k[None, :], mask=mine & (k < in_features)[None, :], other=0.0)
-                a_mask = (rs < rank)[None, :] & (k < in_features)[:, None]
-                a_tile = tl.load(a + rs[None, :] * in_features + k[:, None], mask=a_mask, other=0.0)
-                total = tl.dot(x_tile, a_tile, total, input_precision="ieee")
-            tl.store(v_rows + rs[None, :], total, mask=mine & (rs < rank)[None, :])
-        slot = tl.max(tl.where(row_slot < slot, row_slot, -1), axis=0)
+    rs = r0 + tl.arange(0, BLOCK_RANK)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_RANK), tl.float32)
+    for k0 in range(begin, end, BLOCK_IN):
+        k = k0 + tl.arange(0, BLOCK_IN)
+        x_tile = tl.load(x + k[None, :], mask=row_mask[:, None] & (k < end)[None, :], other=0.0)
+        a_mask = (rs < rank)[None, :] & (k < end)[:, None]
+        a_tile = tl.load(a + rs[None, :] * in_features + k[:, None], mask=a_mask, other=0.0)
+        total = tl.dot(x_tile, a_tile, total, input_precision="ieee")
+    tl.store(v + rs[None, :], total, mask=row_mask[:, None] & (rs < rank)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "layer", "first_module"], do_not_specialize_on_alignment=["row_slots"])
+@triton.jit(do_not_specialize=["num_rows", "layer", "first_module"], do_not_specialize_on_alignment=["chunks"])
+def _shrink(
+    x, weights, entries, v, chunks, num_rows, layer, first_module,
+    num_layers, stride_x, in_features, split_size,
+    UNIT: tl.constexpr, MODULES: tl.constexpr, MAX_RANK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_IN: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    split, index = tl.program_id(0), tl.program_id(1)
+    let_next_start(OVERLAP)
+    slot, first, count = read_chunk(chunks, tl.program_id(2))
+    if slot < 0:
+        return
+    entry = entries + ((slot * num_layers + layer) * MODULES + first_module + index) * 4
+    rank = tl.load(entry + 2)
+    a = weights + tl.multiple_of(tl.load(entry).to(tl.int64) * UNIT, UNIT)
+    row_mask = tl.arange(0, BLOCK_ROWS) < count
+    rows = (first + tl.arange(0, BLOCK_ROWS))[:, None]
+    begin = split * split_size
+    end = tl.minimum(begin + split_size, in_features)
+    x += rows * stride_x
+    v += ((split.to(tl.int64) * num_rows + rows) * tl.num_programs(1) + index) * MAX_RANK
+    if rank <= 16:
+        _shrink_tile(x, a, v, row_mask, 0, rank, begin, end, in_features, BLOCK_ROWS, 16, BLOCK_IN)
+    else:
+        for r0 in range(0, rank, 64):
+            _shrink_tile(x, a, v, row_mask, r0, rank, begin, end, in_features, BLOCK_ROWS, 64, BLOCK_IN)
+
+
+@triton.jit(do_not_specialize=["num_rows", "layer", "first_module"], do_not_specialize_on_alignment=["chunks"])
 def _expand(
-    y, v, weights, entries, scales, row_slots, num_rows, layer, first_module,
+    y, v, weights, entries, chunks, num_rows, layer, first_module,
     num_layers, stride_y, end0, end1, end2,
     UNIT: tl.constexpr, MODULES: tl.constexpr, MAX_RANK: tl.constexpr, GROUP_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    index, begin, end, first = locate_columns(tl.program_id(1), end0, end1, end2, BLOCK_OUT)
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    row_slot = tl.load(row_slots + rows, mask=rows < num_rows, other=-1)
-    v_rows = v + (rows[:, None] * GROUP_SIZE + index) * MAX_RANK
-    out_features = end - begin
-    columns = first + tl.arange(0, BLOCK_OUT)
-    column_mask = (columns < out_features)[None, :]
-    y_tile = y + rows[:, None] * stride_y + begin + columns[None, :]
-    slot = tl.max(row_slot, axis=0)
-    while slot >= 0:
-        position = ((slot * num_layers + layer) * MODULES + first_module + index) * 4
-        rank = tl.load(entries + position + 2)
-        b = weights + tl.multiple_of(tl.load(entries + position + 1).to(tl.int64) * UNIT, UNIT)
-        mine = (row_slot == slot)[:, None]
-        total = tl.zeros((BLOCK_ROWS, BLOCK_OUT), tl.float32)
-        for r0 in range(0, rank, BLOCK_RANK):
-            rs = r0 + tl.arange(0, BLOCK_RANK)
-            shrunk = tl.load(v_rows + rs[None, :], mask=mine & (rs < rank)[None, :], other=0.0)
-            b_mask = (rs < rank)[:, None] & column_mask
-            b_tile = tl.load(b + rs[:, None] * out_features + columns[None, :], mask=b_mask, other=0.0)
-            high = shrunk.to(b_tile.dtype)
-            total = tl.dot(high, b_tile, total, input_precision="ieee")
-            if b_tile.dtype != tl.float32:
-                low = (shrunk - high.to(tl.float32)).to(b_tile.dtype)
-                total = tl.dot(low, b_tile, total, input_precision="ieee")
-        if rank > 0:
-            y_mask = mine & column_mask
-            result = tl.load(y_tile, mask=y_mask, other=0.0).to(tl.float32) + tl.load(scales + position + 3) * total
-            tl.store(y_tile, result.to(y.dtype.element_ty), mask=y_mask)
-        slot = tl.max(tl.where(row_slot < slot, row_slot, -1), axis=0)
+    slot, first, count = read_chunk(chunks, tl.program_id(1))
+    index, begin, end, column = locate_columns(tl.program_id(0), end0, end1, end2, BLOCK_OUT * BLOCKS)
+    b, rank, scale = find_b(weights, entries, slot, layer, first_module + index, num_layers, UNIT, MODULES)
+    wait_for_previous(OVERLAP)
+    if rank == 0:
+        return
+    last = tl.minimum(column + BLOCK_OUT * BLOCKS, end - begin)
+    rows, row_mask = first + tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_ROWS) < count
+    y += rows[:, None] * stride_y + begin
+    if rank <= 16:
+        _expand_columns(
+            y, v, b, scale, rows, row_mask, index, rank, num_rows, end - begin, column, last,
+            GROUP_SIZE, SPLITS, MAX_RANK, 16, BLOCK_OUT, STAGES,
+        )  # fmt: skip
+    elif rank <= 64:
+        _expand_columns(
+            y, v, b, scale, rows, row_mask, index, rank, num_rows, end - begin, column, last,
+            GROUP_SIZE, SPLITS, MAX_RANK, 64, BLOCK_OUT, STAGES,
+        )  # fmt: skip
+    else:
+        _expand_columns_deep(
+            y, v, b, scale, rows, row_mask, index, rank, num_rows, end - begin, column, last,
+            GROUP_SIZE, SPLITS, MAX_RANK, BLOCK_OUT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _expand_columns(
+    y, v, b, scale, rows, row_mask, index, rank, num_rows, out_features, begin, end,
+    GROUP_SIZE: tl.constexpr, SPLITS: tl.constexpr, MAX_RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_OUT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Blocks of columns in turn, the next ones on their way; ranks up to BLOCK_RANK."""
+    dtype: tl.constexpr = b.dtype.element_ty
+    high, low = v_tile(
+        v, rows, row_mask, index, 0, rank, num_rows, scale, dtype, GROUP_SIZE, SPLITS, MAX_RANK, BLOCK_RANK
+    )
+    for c0 in tl.range(begin, end, BLOCK_OUT, num_stages=STAGES):
+        columns = c0 + tl.arange(0, BLOCK_OUT)
+        mask = row_mask[:, None] & (columns < end)[None, :]
+        before = tl.load(y + columns[None, :], mask=mask, other=0.0)
+        tile = b_tile(b, 0, rank, out_features, columns, columns < end, BLOCK_RANK)
+        total = dot_wide(high, low, tile, before.to(tl.float32))
+        tl.store(y + columns[None, :], total.to(dtype), mask=mask)
+
+
+@triton.jit
+def _expand_columns_deep(
+    y, v, b, scale, rows, row_mask, index, rank, num_rows, out_features, begin, end,
+    GROUP_SIZE: tl.constexpr, SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_OUT: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = b.dtype.element_ty
+    for c0 in range(begin, end, BLOCK_OUT):
+        columns = c0 + tl.arange(0, BLOCK_OUT)
+        mask = row_mask[:, None] & (columns < end)[None, :]
+        total = tl.load(y + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        for r0 in range(0, rank, 32):
+            high, low = v_tile(
+                v, rows, row_mask, index, r0, rank, num_rows, scale, dtype, GROUP_SIZE, SPLITS, MAX_RANK, 32
+            )
+            total = dot_wide(high, low, b_tile(b, r0, rank, out_features, columns, columns < end, 32), total)
+        tl.store(y + columns[None, :], total.to(dtype), mask=mask)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,16 +36,51 @@ class Segment(NamedTuple):
     end: int
 
 
+class Chunks(NamedTuple):
+    """The GPU's work list: runs of at most `rows_per_chunk` rows with one slot, which together cover every row once.
+
+    `list`: `[max_chunks, 4]` int32: slot (−1: base model), first row, rows (0: no work), nothing. No kernel may write
+    it while a kernel before the one that reads it still runs, since kernels read it before they wait.
+    """
+
+    list: Tensor
+    rows_per_chunk: int
+
+
+def chunk_list(
+    segments: Sequence[Segment], rows_per_chunk: int, max_chunks: int, num_rows: int
+) -> npt.NDArray[np.int32]:
+    """What `Chunks.list` holds: `[max_chunks, 4]` int32, for `num_rows` rows of which `segments` names those with an
+    adapter, in row order. Raises ValueError if they take more than `max_chunks`."""
+    chunks: list[tuple[int, int, int, int]] = []
+    end = 0
+    for segment in (*segments, Segment(-1, num_rows, num_rows)):
+        for slot, start, stop in (Segment(-1, end, segment.start), segment):
+            chunks += [(slot, row, min(rows_per_chunk, stop - row), 0) for row in range(start, stop, rows_per_chunk)]
+        end = segment.end
+    if len(chunks) > max_chunks:
+        raise ValueError(f"{len(chunks)} chunks do not fit in {max_chunks}")
+    found = np.zeros((max_chunks, 4), np.int32)
+    found[:, 0] = -1
+    if chunks:
+        found[: len(chunks)] = chunks
+    return found
+
+
+def max_chunks(rows: int, sequences: int, rows_per_chunk: int) -> int:
+    """The most chunks that `rows` rows of at most `sequences` sequences, and padding after them, can take."""
+    runs = min(rows, sequences + 1)
+    return runs + (rows - runs) // rows_per_chunk
+
+
 class LoraRows(NamedTuple):
     """Which adapter each row of a batch uses.
 
-    `segments`: in row order, without base-model rows. `row_slots`: `[rows]` int32 on the GPU, −1 for base-model rows;
-    None on a CPU. The first `num_decodes` rows are one row a sequence; the others come in longer runs.
+    `segments`: in row order, without base-model rows. `chunks`: the same on the GPU; None on a CPU.
     """
 
     segments: tuple[Segment, ...]
-    row_slots: Tensor | None
-    num_decodes: int
+    chunks: Chunks | None
 
 
 class ModuleExpand(NamedTuple):
@@ -72,10 +109,12 @@ class AdapterTable:
     `weights`: `[elements]`, the arena in its dtype.
     `entries`: `[slots, layers, modules, 4]` int32: where A starts, where B starts (units of 16 bytes from the start of
     the arena), rank (0: this module is not adapted), and the bits of the float32 scale.
+    `max_rank`: of any entry; sizes what is between shrink and expand.
     """
 
     weights: Tensor
     entries: Tensor
+    max_rank: int = MAX_RANK
     _parts: dict[int, dict[tuple[int, Group], tuple[ShrinkPart, ...]]] = field(default_factory=dict, repr=False)
 
     @property
@@ -137,3 +176,13 @@ class AdapterTable:
         first = run[0][1]
         a = self.weights[first : first + total * group.in_features].view(total, group.in_features)
         return ShrinkPart(a.t(), tuple(expands))
+
+
+class Addend(NamedTuple):
+    """What the output of a group's base projection still lacks: `v` (from `kernels.lora.shrink`) times B."""
+
+    v: Tensor
+    table: AdapterTable
+    layer: int
+    group: Group
+    chunks: Chunks

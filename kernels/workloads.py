@@ -7,10 +7,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.table import A_OFFSET, B_OFFSET, NUM_MODULES, OFFSET_UNIT, RANK, SCALE, AdapterTable, Group, Segment
+from kernels.table import (
+    A_OFFSET,
+    B_OFFSET,
+    NUM_MODULES,
+    OFFSET_UNIT,
+    RANK,
+    SCALE,
+    AdapterTable,
+    Chunks,
+    Group,
+    Segment,
+    chunk_list,
+    max_chunks,
+)
 
-NAMES = ("distinct", "uniform", "zipf", "identical", "skewed", "mixed-rank")
+NAMES = ("distinct", "uniform", "zipf", "identical", "skewed", "mixed-rank", "all-ranks")
 MIXED_RANKS = (1, 3, 8, 64, 200)
+ALL_RANKS = (8, 16, 32, 64, 128)
 MAX_DISTINCT = 64
 
 
@@ -36,11 +50,13 @@ def workload(name: str, rows: int, rank: int = 16, seed: int = 0) -> Workload:
 
     distinct: each row its own adapter (at most 64). uniform: 8 adapters at random. zipf: 16 adapters, the n-th as
     likely as 1/n. identical: one adapter. skewed: half of the rows on one, the others distinct. mixed-rank: adapters of
-    ranks 1, 3, 8, 64 and 200, and base-model rows.
+    ranks 1, 3, 8, 64 and 200, and base-model rows. all-ranks: distinct, of ranks 8, 16, 32, 64 and 128 in turn.
     """
     draw = random.Random(seed)
     ranks = [rank] * MAX_DISTINCT
-    if name == "distinct":
+    if name == "all-ranks":
+        ranks = [ALL_RANKS[slot % len(ALL_RANKS)] for slot in range(MAX_DISTINCT)]
+    if name in ("distinct", "all-ranks"):
         slots = [row % MAX_DISTINCT for row in range(rows)]
     elif name == "uniform":
         slots = [draw.randrange(8) for _ in range(rows)]
@@ -57,6 +73,19 @@ def workload(name: str, rows: int, rank: int = 16, seed: int = 0) -> Workload:
         raise ValueError(f"no workload {name!r}; there are {', '.join(NAMES)}")
     used = max(slots) + 1
     return Workload(tuple(ranks[:used]), tuple(sorted(slots, key=lambda slot: (slot < 0, slot))))
+
+
+def prompts(rows: int, adapters: int, rank: int = 16) -> Workload:
+    """`adapters` prompts of equal length with an adapter each, `rows` tokens in all."""
+    return Workload((rank,) * adapters, tuple(row * adapters // rows for row in range(rows)))
+
+
+def chunks_of(load: Workload, rows_per_chunk: int, device: str = "cpu") -> Chunks:
+    """The work list of `load`, with room for as many sequences as it has runs of rows."""
+    rows = len(load.row_slots)
+    sequences = rows if rows_per_chunk == 1 else len(set(load.row_slots))
+    found = chunk_list(load.segments(), rows_per_chunk, max_chunks(rows, sequences, rows_per_chunk), rows)
+    return Chunks(torch.from_numpy(found).to(device), rows_per_chunk)
 
 
 def random_table(
@@ -86,7 +115,7 @@ def random_table(
                     entries[slot, layer, module, RANK] = rank
                     scales[slot, layer, module, SCALE] = 0.5 + slot / len(ranks)
                 end += OFFSET_UNIT
-    return AdapterTable(_fill(blocks, end // size, dtype, device, seed), entries.to(device))
+    return AdapterTable(_fill(blocks, end // size, dtype, device, seed), entries.to(device), max(ranks))
 
 
 def _group_blocks(group: Group, rank: int) -> list[tuple[int, int, float, int]]:

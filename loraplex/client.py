@@ -5,22 +5,39 @@ async with Client("localhost:50052") as client:
         print(event.delta.text, end="")
 """
 
+import copy
 import json
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
 from loraplex.inference.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc
-from loraplex.registry.v1 import registry_pb2_grpc
-from shared.errors import LoraplexError
+from loraplex.registry.v1 import registry_pb2, registry_pb2_grpc
+from shared.errors import InvalidArgument, LoraplexError
 from shared.status import from_rpc_error
 
 Response = TypeVar("Response")
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
+
+class Page(Protocol):
+    """What every answer of a List RPC has."""
+
+    @property
+    def next_page_token(self) -> str: ...
+
+
+AnyPage = TypeVar("AnyPage", bound=Page)
+
+INFERENCE_SERVICE: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+REGISTRY_SERVICE: str = registry_pb2.DESCRIPTOR.services_by_name["AdapterRegistryService"].full_name
+
 _MAX_MESSAGE_BYTES = 16 << 20
+_PAGE_SIZE = 200
+_ADDRESS = re.compile(r"(?:dns:///)?(?:[\w.-]+|\[[0-9a-fA-F:.]+(?:%\w+)?\]):([0-9]{1,5})")
 
 
 class Client:
@@ -32,11 +49,16 @@ class Client:
     Args:
         inference: "host:port" of an inference service, for `inference`, `control` and `generate`.
         registry: "host:port" of a registry service, for `registry`.
+
+    Raises:
+        InvalidArgument: an address is not "host:port".
     """
 
     def __init__(self, inference: str = "localhost:50052", registry: str = "localhost:50051") -> None:
-        self._inference_channel = _channel(inference, "loraplex.inference.v1.InferenceService")
-        self._registry_channel = _channel(registry, "loraplex.registry.v1.AdapterRegistryService")
+        check_address(inference, "inference")
+        check_address(registry, "registry")
+        self._inference_channel = _channel(inference, INFERENCE_SERVICE)
+        self._registry_channel = _channel(registry, REGISTRY_SERVICE)
         self.inference = inference_pb2_grpc.InferenceServiceStub(self._inference_channel)
         self.control = control_pb2_grpc.AdapterControlServiceStub(self._inference_channel)
         self.registry = registry_pb2_grpc.AdapterRegistryServiceStub(self._registry_channel)
@@ -64,6 +86,21 @@ class Client:
             return await rpc
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
+
+    async def pages(self, rpc: Callable[[Any], Awaitable[AnyPage]], request: Any) -> AsyncIterator[AnyPage]:
+        """Every page of a List RPC: `async for page in client.pages(client.registry.ListAdapters, request)`.
+
+        Raises:
+            LoraplexError: the RPC failed; `reason`, `message` and `metadata` say why.
+        """
+        request = copy.deepcopy(request)
+        request.page_size = request.page_size or _PAGE_SIZE
+        while True:
+            page = await self.call(rpc(request))
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
 
     async def generate(
         self,
@@ -98,6 +135,18 @@ class Client:
             raise from_rpc_error(error) from None
         finally:
             call.cancel()
+
+
+def check_address(text: str, field: str) -> str:
+    """`text` if it is host:port, [ipv6]:port (both also behind `dns:///`) or unix:path.
+
+    Raises:
+        InvalidArgument: naming `field`.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if text.removeprefix("unix:") not in (text, "") or (match and 1 <= int(match[1]) <= 65535):
+        return text
+    raise InvalidArgument.of(field, f"{text!r:.200} is not HOST:PORT, such as localhost:50051")
 
 
 def _channel(address: str, service: str) -> grpc.aio.Channel:

@@ -1,4 +1,4 @@
-"""`python -m registry_service [migrate] [--config FILE] [flags]`; the flags are the fields of `RegistryConfig`."""
+"""`python -m registry_service [serve | migrate] [--config FILE] [flags]`; the flags are fields of `RegistryConfig`."""
 
 import argparse
 import asyncio
@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import uvloop
 
@@ -14,17 +15,25 @@ from registry_service.config import ENV_PREFIX, RegistryConfig
 from registry_service.server import start
 from shared import log as json_log
 from shared.config import ConfigError, load
-from shared.errors import LoraplexError
-from shared.flags import flag_parser
+from shared.errors import InvalidArgument, LoraplexError
+from shared.flags import flag_parser, startup_error
 from shared.grpc_server import stop_on_signals
 
 log = logging.getLogger(__name__)
 
+EXIT_CONFIG = 2  # starting again cannot help
+PROG = "loraplex registry"
+SERVE = f"Run the registry of LoRA adapters (`{PROG}` and `{PROG} serve` are the same)."
+MIGRATE = "Bring the database to the schema of this version. `serve` does it for SQLite, and never for Postgres."
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the registry until SIGTERM or SIGINT, or migrates its database. The exit status."""
-    flags = vars(_parser().parse_args(arguments))
-    command, toml = flags.pop("command"), flags.pop("config")
+    """Runs the registry until SIGTERM or SIGINT, or migrates its database; the exit status.
+
+    What prevents a start is one line on standard error; the status is then 2 if the settings are wrong and else 1.
+    """
+    command, flags = _parse(list(sys.argv[1:] if arguments is None else arguments))
+    toml = flags.pop("config")
     json_log.setup("registry")
     try:
         config = load(RegistryConfig, toml=toml, env=os.environ, prefix=ENV_PREFIX, flags=flags)
@@ -34,9 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             log.info("the database is migrated")
         else:
             uvloop.run(serve(config))
-    except (ConfigError, migrations.SchemaOutdated, LoraplexError) as error:
-        log.error("the registry cannot start: %s", error)
-        return 1
+    except (ConfigError, InvalidArgument) as error:
+        return _report(startup_error(error, RegistryConfig), EXIT_CONFIG)
+    except LoraplexError as error:
+        return _report(startup_error(error, RegistryConfig), 1)
+    except (migrations.SchemaOutdated, OSError) as error:
+        return _report(f"error: {error}", 1)
     return 0
 
 
@@ -51,10 +63,22 @@ async def serve(config: RegistryConfig) -> None:
     log.info("the registry has stopped")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = flag_parser(RegistryConfig, "loraplex registry", "The registry of LoRA adapters.")
-    parser.add_argument("command", nargs="?", choices=["serve", "migrate"], default="serve")
-    return parser
+def _parse(arguments: list[str]) -> tuple[str, dict[str, Any]]:
+    """The command, which comes first or not at all, and its flags."""
+    command = arguments[0] if arguments and arguments[0] in ("serve", "migrate") else ""
+    return command or "serve", vars(_parser(command).parse_args(arguments[bool(command) :]))
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    if command == "migrate":
+        return flag_parser(RegistryConfig, f"{PROG} migrate", MIGRATE, names=("database", "log_level"))
+    also = "" if command else f" `{PROG} migrate` brings its database to the schema of this version."
+    return flag_parser(RegistryConfig, f"{PROG} {command}".rstrip(), SERVE + also)
+
+
+def _report(line: str, code: int) -> int:
+    print(line, file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

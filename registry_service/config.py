@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shared.config import is_address
 from shared.errors import InvalidArgument
 from shared.references import check_id
 
@@ -34,7 +35,10 @@ def _is_positive(value: float) -> str | None:
 class RegistryConfig:
     """One registry process."""
 
-    listen: str = field(default="127.0.0.1:50051", metadata={"help": "Address for gRPC, HOST:PORT; port 0 is any."})
+    listen: str = field(
+        default="127.0.0.1:50051",
+        metadata={"help": "Address for gRPC, HOST:PORT; port 0 is any.", "check": is_address},
+    )
     database: str = field(
         default="sqlite:///var/registry.db",
         metadata={"help": "sqlite:///PATH or postgresql://USER@HOST/DATABASE.", "check": _is_database},

@@ -200,7 +200,8 @@ async def _base_model(session: AsyncSession, request: Registration, adapter: Ada
     name = adapter_name(request.namespace, request.adapter_id)
     if adapter is not None and adapter.delete_time is not None:
         raise AdapterDeleted(
-            f"{name} is deleted; undelete it first, or choose another name", metadata={"adapter": name}
+            f"{name} is deleted: call UndeleteAdapter with this name first, or register under another one",
+            metadata={"adapter": name},
         )
     wanted = request.base_model or (adapter.base_model if adapter is not None else "")
     if not wanted:

@@ -22,9 +22,10 @@ from shared.auth import Caller, authorize
 from shared.errors import (
     BaseModelMismatch,
     EtagMismatch,
+    FailedPrecondition,
     RegistryUnavailable,
 )
-from shared.references import Reference
+from shared.references import Reference, adapter_name
 
 MIN_REVISION_WAIT_SECONDS = 2.0
 MIN_REVISION_POLL_SECONDS = 0.05
@@ -119,6 +120,25 @@ class RegistryService:
             _check_etag(adapter, etag)
             adapter.delete_time = datetime.now(UTC)
             return await _changed(session, adapter, DELETE, adapter.delete_time)
+
+        return await self._database.write(work)
+
+    async def undelete_adapter(self, caller: Caller, namespace: str, name: str) -> Changed:
+        """Takes a deletion back: the adapter resolves again, with the versions and aliases that it had.
+
+        Raises:
+            AdapterNotFound: there is no such adapter, not even a deleted one.
+            FailedPrecondition: it is not deleted.
+        """
+        authorize(caller, namespace, "writer")
+
+        async def work(session: AsyncSession) -> Changed:
+            adapter = await any_adapter(session, namespace, name, lock=True)
+            if adapter.delete_time is None:
+                resource = adapter_name(namespace, name)
+                raise FailedPrecondition(f"adapter {resource} is not deleted", metadata={"adapter": resource})
+            adapter.delete_time = adapter.purge_time = None
+            return await _changed(session, adapter, UPSERT, datetime.now(UTC))
 
         return await self._database.write(work)
 

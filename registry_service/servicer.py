@@ -75,6 +75,12 @@ class RegistryServicer(registry_pb2_grpc.AdapterRegistryServiceServicer):
         changed = await self._service.delete_adapter(caller, name.namespace, name.adapter, request.etag)
         return pb.DeleteAdapterResponse(adapter=adapter_message(changed.view), registry_revision=changed.revision)
 
+    async def UndeleteAdapter(self, request: pb.UndeleteAdapterRequest, context: Context) -> pb.UndeleteAdapterResponse:
+        caller = _caller(context)
+        name = requests.adapter_reference(request.name, caller.namespace, "name")
+        changed = await self._service.undelete_adapter(caller, name.namespace, name.adapter)
+        return pb.UndeleteAdapterResponse(adapter=adapter_message(changed.view), registry_revision=changed.revision)
+
     async def SetAdapterAlias(self, request: pb.SetAdapterAliasRequest, context: Context) -> pb.SetAdapterAliasResponse:
         caller = _caller(context)
         alias = requests.alias_reference(request.name, caller.namespace, "name")
@@ -145,9 +151,6 @@ class RegistryServicer(registry_pb2_grpc.AdapterRegistryServiceServicer):
 
     async def UpdateAdapter(self, request: pb.UpdateAdapterRequest, context: Context) -> pb.UpdateAdapterResponse:
         _unbuilt("UpdateAdapter")
-
-    async def UndeleteAdapter(self, request: pb.UndeleteAdapterRequest, context: Context) -> pb.UndeleteAdapterResponse:
-        _unbuilt("UndeleteAdapter")
 
     async def DeleteAdapterVersion(
         self, request: pb.DeleteAdapterVersionRequest, context: Context

@@ -162,6 +162,12 @@ def _facts(config: LoraConfig, binding: BindingPlan, model: ModelConfig) -> Lora
 
 def _base_model_warnings(config: LoraConfig, base_model: str) -> tuple[str, ...]:
     trained_on = config.base_model_name_or_path
-    if not trained_on or default_id(trained_on) == base_model:
+    if not trained_on or _may_name(trained_on, base_model):
         return ()
     return (f"base_model_name_or_path says {trained_on[:200]!r}, not {base_model}",)
+
+
+def _may_name(name_or_path: str, base_model: str) -> bool:
+    """Whether a Hub id or a folder may be the base model of this id: the same but for who published or stored it."""
+    last = name_or_path.rstrip("/").rpartition("/")[2].lower()
+    return default_id(name_or_path) == base_model or last == base_model.rpartition("--")[2]

@@ -87,6 +87,13 @@ def options(cls: type[Any]) -> list[Option]:
     ]
 
 
+def is_address(text: str) -> str | None:
+    """A `check` for an address to listen on: HOST:PORT, [IPv6]:PORT or unix:PATH."""
+    host, colon, port = text.rpartition(":")
+    is_right = bool(colon and host and port.isdecimal() and int(port) < 1 << 16)
+    return None if is_right or text.startswith("unix:") else "HOST:PORT"
+
+
 def load(cls: type[T], *, toml: Path | None, env: Mapping[str, str], prefix: str, flags: Mapping[str, Any]) -> T:
     """Read `cls` from a TOML file, the variables of `env` that begin with `prefix`, and `flags` (None: not given).
 
@@ -94,13 +101,16 @@ def load(cls: type[T], *, toml: Path | None, env: Mapping[str, str], prefix: str
     later place replaces the earlier one.
 
     Raises:
-        ConfigError: names every unknown key and every wrong value with its origin and what was expected.
+        ConfigError: names every unknown key, every wrong value and every missing one, with its origin and what was
+            expected.
     """
     problems: list[Problem] = []
     kinds = _types(cls)
     checks = {field.name: field.metadata.get("check") for field in dataclasses.fields(cast(Any, cls))}
     values: dict[str, Any] = {}
-    for given in _given(toml, env, prefix, flags, problems):
+    missing = {option.name: option.flag for option in options(cls) if option.default is dataclasses.MISSING}
+    for given in _given(toml, env, prefix, _by_flag(cls, flags), problems):
+        missing.pop(given.name, None)
         if given.name not in kinds:
             expected = f"no such setting; there are {', '.join(sorted(kinds))}"
             problems.append(Problem(given.label, given.origin, expected))
@@ -109,11 +119,7 @@ def load(cls: type[T], *, toml: Path | None, env: Mapping[str, str], prefix: str
             values[given.name] = _checked(_read(given, kinds[given.name]), checks[given.name])
         except _Wrong as wrong:
             problems.append(Problem(given.label, given.origin, str(wrong)))
-    problems.extend(
-        Problem(field.name, "default", "has no default and must be given")
-        for field in dataclasses.fields(cast(Any, cls))
-        if field.name not in values and _default(field) is dataclasses.MISSING and not problems
-    )
+    problems.extend(Problem(flag, "not given", "is required") for flag in missing.values())
     if problems:
         raise ConfigError(problems)
     return cls(**values)
@@ -129,8 +135,18 @@ class _Given(NamedTuple):
     is_typed: bool = False
 
 
+def _by_flag(cls: type[Any], flags: Mapping[str, Any]) -> list[_Given]:
+    """The flags that were given, under the names by which they were typed."""
+    typed = {option.name: option.flag for option in options(cls)}
+    return [
+        _Given(typed.get(name, "--" + name.replace("_", "-")), name, value, "flag")
+        for name, value in flags.items()
+        if value is not None
+    ]
+
+
 def _given(
-    toml: Path | None, env: Mapping[str, str], prefix: str, flags: Mapping[str, Any], problems: list[Problem]
+    toml: Path | None, env: Mapping[str, str], prefix: str, flags: list[_Given], problems: list[Problem]
 ) -> list[_Given]:
     """Everything given, lowest precedence first."""
     names = {key: key[len(prefix) :] for key in sorted(env) if key.startswith(prefix)}
@@ -141,11 +157,7 @@ def _given(
             for key, name in names.items()
             if not _SERVICE_LINK.fullmatch(name)
         ),
-        *(
-            _Given("--" + key.replace("_", "-"), key, value, "flag")
-            for key, value in flags.items()
-            if value is not None
-        ),
+        *flags,
     ]
 
 

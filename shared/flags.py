@@ -1,14 +1,18 @@
 """A command line whose flags are the fields of a configuration class."""
 
 import argparse
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from shared.config import Option, options
+from shared.config import ConfigError, Option, options
+from shared.errors import InvalidArgument, LoraplexError
 
 
-def flag_parser(cls: type, prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser with `--config FILE` and one flag a field of `cls`.
+def flag_parser(
+    cls: type, prog: str, description: str, names: Collection[str] | None = None
+) -> argparse.ArgumentParser:
+    """A parser with `--config FILE` and one flag a field of `cls`, or one for each of the fields `names`.
 
     Values stay text and flags that were not given are None: `shared.config.load` reads them, so that all wrong ones
     are reported together.
@@ -16,8 +20,20 @@ def flag_parser(cls: type, prog: str, description: str) -> argparse.ArgumentPars
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the same settings")
     for option in options(cls):
-        _add(parser, option)
+        if names is None or option.name in names:
+            _add(parser, option)
     return parser
+
+
+def startup_error(error: ConfigError | LoraplexError, cls: type) -> str:
+    """The line with which a service says why it does not start: settings of `cls` are named as their flags are."""
+    if isinstance(error, ConfigError):
+        return f"error: {error}"
+    if not isinstance(error, InvalidArgument):
+        return f"error: {error.summary}"
+    flags = {option.name: option.flag for option in options(cls)}
+    problems = [f"{flags.get(v.field, v.field)}: {v.description}" for v in error.violations]
+    return f"error: {'; '.join(problems)}"
 
 
 def _add(parser: argparse.ArgumentParser, option: Option) -> None:

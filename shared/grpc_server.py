@@ -13,10 +13,17 @@ from grpc_reflection.v1alpha import reflection
 
 from shared.errors import InvalidArgument
 from shared.interceptors import ErrorInterceptor
+from shared.listening import check_listen
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 16 << 20
+# Clients may ping idle connections. By default gRPC ends one after three pings less than five minutes apart.
+_PINGS = (
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
 _WATCH_FLUSH_SECONDS = 0.1  # Health.Watch streams hear NOT_SERVING before they end
 
 
@@ -74,6 +81,7 @@ async def create_server(
     Raises:
         InvalidArgument: the address is taken or not ours.
     """
+    await asyncio.to_thread(check_listen, listen, reuse_port=reuse_port)
     server = grpc.aio.server(
         interceptors=[ErrorInterceptor()],
         options=[
@@ -81,8 +89,7 @@ async def create_server(
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.keepalive_time_ms", 60_000),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-            ("grpc.keepalive_permit_without_calls", 1),
+            *_PINGS,
         ],
     )
     readiness = Readiness(service_names)

@@ -16,6 +16,7 @@ from inference_service.types import (
     Prepare,
     PreparedAdapter,
     Reply,
+    Resolve,
     StagedAdapter,
     decode_adapter_response,
     encode,
@@ -61,10 +62,21 @@ class AdapterClient:
             raise Internal("internal error", metadata={"reference": reference})
         return reply.adapter
 
-    async def drop(self, digest: str) -> None:
-        """Forget the adapter's blob in host memory; its files stay on disk."""
+    async def resolve(self, reference: str) -> str:
+        """The digest that a canonical reference means now; nothing is fetched.
+
+        A version that the registry does not have any more, or cannot be asked for, is the one resolved here before.
+
+        Raises:
+            LoraplexError: the reason why there is none.
+        """
         call_id = next(self._call_ids)
-        await self._call(call_id, DropStaged(call_id, digest))
+        return (await self._call(call_id, Resolve(call_id, reference))).digest
+
+    async def drop(self, digest: str) -> int:
+        """Forget the adapter's blob in host memory; its files stay on disk. The bytes that this frees."""
+        call_id = next(self._call_ids)
+        return (await self._call(call_id, DropStaged(call_id, digest))).freed_bytes
 
     async def list_staged(self) -> list[StagedAdapter]:
         """What the host and disk tiers hold."""

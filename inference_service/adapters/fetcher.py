@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 20
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_RETRY_SECONDS = 5.0
+_OPEN_SOURCE = partial(open_source, reader="replica")
 
 
 class Fetcher:
@@ -41,7 +43,7 @@ class Fetcher:
         self,
         cache: DiskCache,
         roots: Mapping[str, Path],
-        open_source: Callable[[str, Mapping[str, Path]], Source] = open_source,
+        open_source: Callable[[str, Mapping[str, Path]], Source] = _OPEN_SOURCE,
     ) -> None:
         self._cache = cache
         self._roots = roots

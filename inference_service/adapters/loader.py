@@ -21,6 +21,7 @@ from inference_service.adapters.store import BUSY_RETRY_SECONDS, HostStore, Stag
 from inference_service.types import BlobLayout, PreparedAdapter, StagedAdapter
 from shared.base_model import ModelConfig
 from shared.errors import AdapterMemory, AdapterNotFound, DigestMismatch, LoraplexError
+from shared.references import parse_reference, parse_version_name
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +119,32 @@ class AdapterLoader:
             has_chat_template=version.has_chat_template,
         )
 
+    async def resolve(self, reference: str) -> str:
+        """The digest that a canonical reference means; nothing is fetched or staged.
+
+        Where the registry has no answer, a version or digest that was resolved here before still means itself: what
+        is deleted there may well be loaded here.
+
+        Raises:
+            LoraplexError: what the registry has against it.
+        """
+        try:
+            return (await self._registry.resolve(reference)).digest
+        except LoraplexError:
+            if (digest := self._remembered(reference)) is None:
+                raise
+            return digest
+
+    def _remembered(self, reference: str) -> str | None:
+        namespace, adapter, number, _, digest = parse_reference(reference, "default")
+        for known_digest, known in self._known.items():
+            for name in known.versions:
+                version = parse_version_name(name, "version")
+                is_named = version.version == number or known_digest == digest
+                if is_named and (version.namespace, version.adapter) == (namespace, adapter):
+                    return known_digest
+        return None
+
     async def acquire(self, digest: str) -> StagedBlob:
         """The blob of `digest`, referenced until `release`; staged again if it was evicted.
 
@@ -161,9 +188,9 @@ class AdapterLoader:
         self._arena_free.set()
         self._room.set()
 
-    def drop(self, digest: str) -> None:
-        """Forget the blob, once the engine has released it."""
-        self._tiers.host.drop(digest)
+    def drop(self, digest: str) -> int:
+        """Forget the blob, once the engine has released it. Its bytes; 0 if there is none."""
+        return self._tiers.host.drop(digest)
 
     def staged(self) -> list[StagedAdapter]:
         """Everything in the host and disk tiers, each under every version name that was resolved to it.

@@ -34,12 +34,14 @@ from inference_service.types import (
     Acquire,
     Acquired,
     AcquireFailed,
+    AdapterRequest,
     DropStaged,
     EngineStarted,
     ListStaged,
     Prepare,
     Release,
     Reply,
+    Resolve,
     decode_adapter_request,
     encode,
 )
@@ -78,12 +80,10 @@ class AdapterServer:
             for task in self._tasks:
                 task.cancel()
 
-    def _dispatch(
-        self, identity: bytes, message: Prepare | DropStaged | ListStaged | EngineStarted | Acquire | Release
-    ) -> None:
+    def _dispatch(self, identity: bytes, message: AdapterRequest) -> None:
         match message:
-            case Prepare():
-                self._start(self._prepare(identity, message))
+            case Prepare() | Resolve():
+                self._start(self._answer(identity, message))
             case Acquire():
                 task = self._start(self._acquire(identity, message.digest))
                 self._acquires.add(task)
@@ -91,8 +91,8 @@ class AdapterServer:
             case Release():
                 self._loader.release(message.digest)
             case DropStaged():
-                self._loader.drop(message.digest)
-                self._start(self._send(identity, Reply(message.call_id)))
+                freed = self._loader.drop(message.digest)
+                self._start(self._send(identity, Reply(message.call_id, freed_bytes=freed)))
             case ListStaged():
                 self._start(self._send(identity, Reply(message.call_id, staged=self._loader.staged())))
             case EngineStarted():
@@ -106,10 +106,13 @@ class AdapterServer:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _prepare(self, identity: bytes, message: Prepare) -> None:
+    async def _answer(self, identity: bytes, message: Prepare | Resolve) -> None:
         try:
-            adapter = await self._loader.prepare(message.reference, message.choice_key)
-            reply = Reply(message.call_id, adapter=adapter)
+            if isinstance(message, Prepare):
+                adapter = await self._loader.prepare(message.reference, message.choice_key)
+                reply = Reply(message.call_id, adapter=adapter)
+            else:
+                reply = Reply(message.call_id, digest=await self._loader.resolve(message.reference))
         except LoraplexError as error:
             reply = Reply(message.call_id, error=error.record())
         except Exception as error:

@@ -38,15 +38,15 @@ _FIRST_DELAY, _LONGEST_DELAY, _SETTLED_DELAY = 0.2, 5.0, 60.0
 # What the registry says about the reference itself. Any other failure is the registry's, and says nothing about it.
 _VERDICTS = (InvalidArgument, NotFound, FailedPrecondition, AdapterDeleted, PermissionDenied, Unauthenticated)
 _SERVICE_CONFIG = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
-_CHANNEL_OPTIONS = [
-    ("grpc.keepalive_time_ms", 20_000),
+_KEEPALIVE_SECONDS = 30.0  # more than the 5 s between pings that `shared.grpc_server` asks for
+_CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.service_config", _SERVICE_CONFIG),
-]
+)
 
 RegistrationState = Literal["pending", "registered", "conflict", "refused", "unreachable"]
 
@@ -72,6 +72,7 @@ class RegistryClient:
         address: host:port, or a gRPC target URI.
         base_model: What adapters must be for.
         max_stale: Seconds since it was given for which an answer serves while the registry is unreachable.
+        keepalive: Seconds between pings of an idle connection, which tell that the registry's machine is gone.
         clock: Seconds, monotonic.
     """
 
@@ -81,6 +82,7 @@ class RegistryClient:
         base_model: BaseModelIdentity,
         *,
         max_stale: float = 3600.0,
+        keepalive: float = _KEEPALIVE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registration: RegistrationState = "pending"
@@ -88,7 +90,8 @@ class RegistryClient:
         self._max_stale = max_stale
         self._clock = clock
         target = address if "://" in address or address.startswith("unix:") else f"dns:///{address}"
-        self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        options = (("grpc.keepalive_time_ms", int(1e3 * keepalive)), *_CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(target, options=options)
         self._stub = AdapterRegistryServiceStub(self._channel)
         self._answers: OrderedDict[str, _Answer] = OrderedDict()
         self._flights: Flights[Resolution] = Flights(lambda _: FAILURE_MEMORY, clock)

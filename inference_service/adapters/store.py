@@ -98,15 +98,16 @@ class HostStore:
             if entry.is_dropped and entry.is_idle:
                 self._remove(digest)
 
-    def drop(self, digest: str) -> None:
-        """Forgets a blob, at once or when its last reference goes. Unknown digests are ignored."""
+    def drop(self, digest: str) -> int:
+        """Forgets a filled blob, at once or when its last reference goes. Its bytes; 0 if there is none."""
         entry = self._entries.get(digest)
-        if entry is None:
-            return
+        if entry is None or not entry.is_ready:
+            return 0
         if entry.is_idle:
             self._remove(digest)
-        elif entry.is_ready:
+        else:
             entry.is_dropped = True
+        return entry.blob.layout.nbytes
 
     def entries(self) -> Iterator[tuple[str, BlobLayout]]:
         """Digest and layout of the filled blobs, least recently used first."""

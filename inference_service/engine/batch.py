@@ -37,7 +37,7 @@ def gather(schedule: Schedule, block_size: int, scratch_slot: int, device: torch
         block_tables=torch.from_numpy(tables).to(device, non_blocking=True),
         num_decodes=schedule.num_decodes,
         logit_rows=torch.from_numpy(logit_rows(chunks, starts)).to(device, non_blocking=True),
-        lora=LoraBatch.build([chunk.sequence.slot for chunk in chunks], lengths, schedule.num_decodes, device),
+        lora=LoraBatch.build([chunk.sequence.slot for chunk in chunks], lengths, device),
     )
 
 

@@ -7,6 +7,7 @@ import msgspec
 from shared.errors import InvalidArgument
 
 Device = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["safetensors", "dummy"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -15,6 +16,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Attributes:
         model: Folder of config.json and the safetensors files.
+        load_format: Where the weights come from; dummy: random ones of the config's shape, for benchmarks.
         weights_fingerprint: Identity of the base weights; part of every prefix cache name.
         max_model_len: Prompt and output tokens of one sequence; None for min(model's, 8192).
         max_num_seqs: Sequences in one step.
@@ -29,6 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: str
     weights_fingerprint: str = ""
+    load_format: LoadFormat = "safetensors"
     device: Device = "auto"
     dtype: DtypeName = "auto"
     max_model_len: int | None = None

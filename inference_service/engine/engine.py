@@ -2,12 +2,13 @@
 
 import logging
 import uuid
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
 
 from inference_service.engine.blocks import chain_seed
 from inference_service.engine.scheduler import Scheduler
-from inference_service.engine.sequence import Request, Sequence, check_spec
-from inference_service.engine.step import Chunk, DeviceLost, Schedule, StepResult
+from inference_service.engine.sequence import Request, Sequence, State, check_spec
+from inference_service.engine.step import Chunk, DeviceLost, PendingStep, Schedule, StepResult
 from inference_service.types import (
     GenerateSpec,
     PromptLogprobs,
@@ -21,6 +22,15 @@ from shared.errors import Internal, LoraplexError, RequestIdReused
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+
+class Launched(NamedTuple):
+    """A step that has not been read yet. `pending` is None if there was nothing to compute, or it failed."""
+
+    schedule: Schedule
+    pending: PendingStep | None
+
 
 class Runner(Protocol):
     """What computes a step."""
@@ -28,12 +38,15 @@ class Runner(Protocol):
     vocab_size: int
     eos_ids: tuple[int, ...]
 
-    def execute(self, schedule: Schedule) -> StepResult:
+    looks_ahead: bool  # whether a step may be launched before the one before it has been read
+
+    def launch(self, schedule: Schedule) -> PendingStep:
         """Run a schedule that has chunks.
 
         Raises:
             DeviceLost: No later step can work.
         """
+        ...
 
 
 class Engine:
@@ -51,14 +64,18 @@ class Engine:
         self.weights_fingerprint = weights_fingerprint
         self._outbox: dict[bytes, StepOutput] = {}
         self._num_received = 0
+        self._launched: Launched | None = None
         self.is_computing = False  # whether the last step had anything to compute
 
     def step(self, now: float) -> dict[bytes, StepOutput]:
         """One forward pass at time `now`: what each API process (by name) should hear of it."""
         schedule = self.scheduler.schedule(now)
-        self.is_computing = bool(schedule.chunks)
-        result = self._run(schedule) if schedule.chunks else None
-        self._postprocess(schedule, result, now)
+        pending = self._launch(schedule) if schedule.chunks else None
+        self.is_computing = bool(schedule.chunks) or self._launched is not None
+        self._complete_launched(now)
+        self._launched = Launched(schedule, pending)
+        if pending is None or not self._may_look_ahead(schedule):
+            self._complete_launched(now)
         return self.take_output()
 
     def submit(self, client: bytes, spec: GenerateSpec) -> None:
@@ -95,10 +112,26 @@ class Engine:
 
     # ---- one step's parts
 
-    def _run(self, schedule: Schedule) -> StepResult | None:
-        """The forward pass; if it fails, its requests fail, all others go on and the result is None."""
+    def _may_look_ahead(self, schedule: Schedule) -> bool:
+        """Whether the next step can be launched without this one's tokens; the device then never waits for the host."""
+        return self.runner.looks_ahead and not any(chunk.sequence.request.needs_history for chunk in schedule.chunks)
+
+    def _launch(self, schedule: Schedule) -> PendingStep | None:
+        return self._guard(schedule, lambda: self.runner.launch(schedule))
+
+    def _complete_launched(self, now: float) -> None:
+        """Read the last launched step, if that has not been done."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return
+        schedule, pending = launched
+        result = None if pending is None else self._guard(schedule, pending.result)
+        self._postprocess(schedule, result, now)
+
+    def _guard(self, schedule: Schedule, work: Callable[[], T]) -> T | None:
+        """What `work` gives; if it fails, the requests of its step fail, all others go on and the result is None."""
         try:
-            return self.runner.execute(schedule)
+            return work()
         except DeviceLost:
             raise
         except Exception:
@@ -120,12 +153,14 @@ class Engine:
             self._add_prompt_logprobs(chunk, prompt_logprobs)
             self.scheduler.advance(chunk)
             if chunk.samples:
-                self._add_token(chunk.sequence, *next(sampled))
+                token = next(sampled)
+                if chunk.sequence.state is not State.FINISHED:
+                    self._add_token(chunk.sequence, *token)
 
     def _add_prompt_logprobs(self, chunk: Chunk, entries: list[TokenLogprobs]) -> None:
         """Collect them over chunks; put them out when the prompt is complete."""
         request = chunk.sequence.request
-        if not chunk.sequence.wants_prompt_logprobs or request.prompt_logprobs is None:
+        if request.prompt_logprobs is None or not request.live:
             return
         request.prompt_logprobs += entries
         if len(request.prompt_logprobs) == chunk.sequence.num_prompt - 1:

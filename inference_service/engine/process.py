@@ -23,7 +23,7 @@ from inference_service.engine.config import EngineConfig
 from inference_service.engine.control import AdapterControl
 from inference_service.engine.engine import Engine
 from inference_service.engine.loop import EngineLoop, Parts
-from inference_service.engine.runner import ModelRunner
+from inference_service.engine.runner import ModelRunner, placement
 from inference_service.engine.scheduler import Scheduler
 from inference_service.engine.sockets import AdapterSocket, ApiSocket
 from inference_service.lora.adapter import AdapterPool
@@ -68,15 +68,23 @@ def build(start: StartMessage, api: ApiSocket, adapters: AdapterSocket) -> Parts
     """Load and warm the model, and put the engine together."""
     config = start.config
     host = map_host_arena(start.host_arena_fd)
-    runner = ModelRunner(config, host)
-    if runner.device.type == "cuda":
-        page_lock(host)
+    runner = build_runner(config, host)
     runner.warm_up()
     slots = SlotTable(config.max_adapters, runner.arena_bytes)
     pool = AdapterPool(slots, runner.arena, adapters.acquire, adapters.release, time.monotonic)
     blocks = BlockAllocator(runner.num_blocks, runner.block_size, config.prefix_caching)
     engine = Engine(runner, Scheduler(runner.limits, blocks, pool), config.weights_fingerprint)
     return Parts(engine, AdapterControl(engine, pool), pool, api, adapters, describe(runner), host.numel())
+
+
+def build_runner(config: EngineConfig, host: torch.Tensor) -> ModelRunner:
+    """The runner of the device: plain PyTorch on a CPU, fused kernels and graphs on a GPU."""
+    if placement(config).device.type == "cpu":
+        return ModelRunner(config, host)
+    page_lock(host)
+    from inference_service.engine.cuda_runner import CudaRunner  # imports Triton
+
+    return CudaRunner(config, host)
 
 
 def describe(runner: ModelRunner) -> EngineReady:

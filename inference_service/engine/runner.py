@@ -2,7 +2,9 @@
 
 import logging
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,12 +14,12 @@ from inference_service.engine.batch import gather
 from inference_service.engine.config import EngineConfig, limits_for
 from inference_service.engine.sampler import Row, sample, token_logprobs
 from inference_service.engine.sequence import Request, Sequence
-from inference_service.engine.step import Chunk, DeviceLost, Schedule, StepResult
+from inference_service.engine.step import Chunk, Computed, DeviceLost, PendingStep, Schedule, StepResult
 from inference_service.lora.arena import Arena
 from inference_service.lora.linear import install
 from inference_service.model.attention import KVCache
 from inference_service.model.decoder import Decoder
-from inference_service.model.loader import load_config, load_model
+from inference_service.model.loader import init_random, load_config, load_model
 from inference_service.types import GenerateSpec, Sampling, Stop, TokenLogprobs
 from shared.base_model import ModelConfig
 
@@ -63,7 +65,7 @@ class ModelRunner:
             torch.set_num_threads(config.threads)
         self.device, self.dtype = placement(config)
         _, self.model_config = load_config(Path(config.model))
-        self.decoder: Decoder = load_model(Path(config.model), self.model_config, self.device, self.dtype)
+        self.decoder = self._load(config)
         default_arena = CUDA_ADAPTER_BYTES if self.device.type == "cuda" else CPU_ADAPTER_BYTES
         self.arena_bytes = config.adapter_memory_bytes or default_arena
         layers = self.model_config.num_layers
@@ -74,8 +76,18 @@ class ModelRunner:
         self.kv_cache = self._build_kv_cache()
         kv_tokens = self.num_blocks * self.block_size
         self.limits = limits_for(config, self.device.type, self.model_config.max_position, kv_tokens)
+        self.looks_ahead = False
         self.vocab_size = self.model_config.vocab_size
         self.eos_ids = self.model_config.eos_token_ids
+
+    def _load(self, config: EngineConfig) -> Decoder:
+        if config.load_format == "dummy":
+            return init_random(self.model_config, self.device, self.dtype, config.seed)
+        return load_model(Path(config.model), self.model_config, self.device, self.dtype)
+
+    def launch(self, schedule: Schedule) -> PendingStep:
+        """See `execute`."""
+        return Computed(self.execute(schedule))
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> StepResult:
@@ -84,8 +96,14 @@ class ModelRunner:
         Raises:
             DeviceLost: after an error that leaves the CUDA context unusable.
         """
-        try:
+        with self.device_errors():
             return self._execute(schedule)
+
+    @contextmanager
+    def device_errors(self) -> Iterator[None]:
+        """Tells errors that leave the CUDA context unusable from others."""
+        try:
+            yield
         except RuntimeError as error:
             if self.device.type == "cuda" and any(text in str(error) for text in STICKY):
                 raise DeviceLost(str(error)) from error
@@ -97,6 +115,7 @@ class ModelRunner:
         length = min(self.limits.max_batched_tokens, self.limits.max_model_len - 1, 256)
         spec = GenerateSpec("warm-up", [0] * length, Sampling(temperature=1.0, top_p=0.9), Stop(max_tokens=1))
         sequence = Request(spec, b"", b"", 0).sequences[0]
+        sequence.num_pending = 1
         sequence.blocks.extend(range(-(-(length + 1) // self.block_size)))
         for chunk in (Chunk(sequence, 0, length, True), Chunk(sequence, length - 1, 1, True)):
             self.execute(Schedule((chunk,), num_decodes=int(chunk.length == 1)))
@@ -129,22 +148,23 @@ class ModelRunner:
         logprobs: list[TokenLogprobs | None] = []
         if sequences:
             logits = self.decoder.logits(hidden[: len(sequences)])
-            token_ids, logprobs = sample(logits, [self._row(sequence) for sequence in sequences])
-        return StepResult(token_ids, logprobs, self._prompt_logprobs(schedule.chunks, hidden[len(sequences) :]))
+            token_ids, logprobs = sample(logits, [self.row_of(sequence) for sequence in sequences])
+        return StepResult(token_ids, logprobs, self.prompt_logprobs(schedule.chunks, hidden[len(sequences) :]))
 
-    def _row(self, sequence: Sequence) -> Row:
+    def row_of(self, sequence: Sequence) -> Row:
+        """How the sequence's next token is sampled."""
         spec = sequence.request.spec
         return Row(
             spec.sampling,
             sequence.index,
-            sequence.num_output,
+            sequence.position,
             sequence.token_ids[: sequence.num_prompt] if spec.sampling.repetition_penalty != 1.0 else (),
             sequence.token_ids[sequence.num_prompt :] if _penalizes_output(spec.sampling) else (),
             sequence.forbidden_ids(self.eos_ids),
             spec.logprobs,
         )
 
-    def _prompt_logprobs(self, chunks: Items[Chunk], hidden: torch.Tensor) -> list[list[TokenLogprobs]]:
+    def prompt_logprobs(self, chunks: Items[Chunk], hidden: torch.Tensor) -> list[list[TokenLogprobs]]:
         """Per chunk, of its scored positions, whose rows `hidden` `[rows, hidden]` holds in order."""
         result: list[list[TokenLogprobs]] = []
         start = 0

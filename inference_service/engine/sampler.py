@@ -43,6 +43,11 @@ class Row:
         return self.sampling.temperature < GREEDY_BELOW
 
     @property
+    def is_filtered(self) -> bool:
+        s = self.sampling
+        return not self.is_greedy and (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)
+
+    @property
     def has_penalties(self) -> bool:
         s = self.sampling
         return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0

@@ -144,7 +144,10 @@ class Scheduler:
     # ---- one step
 
     def schedule(self, now: float) -> Schedule:
-        """The next step at time `now`. State changes as if it had run, except for `advance`."""
+        """The next step at time `now`. The caller runs it, and reports every chunk to `advance` when it is done.
+
+        It may be called again before that: sequences then go on behind tokens that nobody has read yet.
+        """
         failed = (*self._expired(now), *self._failed_adapters(now))
         budget = TokenBudget(self.limits.max_batched_tokens)
         chunks = [*self._decodes(budget), *self._prefills(budget), *self._admissions(budget)]
@@ -154,12 +157,14 @@ class Scheduler:
         return Schedule((*decodes, *prefills), len(decodes), started, failed)
 
     def advance(self, chunk: Chunk) -> None:
-        """`chunk` has been computed: its full blocks may be found by others."""
+        """`chunk` has been computed: its full blocks may be found by others, and its token, if any, is read next."""
         sequence, blocks = chunk.sequence, self.blocks
-        sequence.num_computed = chunk.start + chunk.length
-        if sequence.num_computed >= sequence.num_prompt:
+        sequence.num_pending -= chunk.samples
+        if sequence.state is not State.RUNNING:  # it ended or was preempted since
+            return
+        if chunk.end >= sequence.num_prompt:
             sequence.request.prompt_computed = True
-        num_full = sequence.num_computed // blocks.block_size
+        num_full = chunk.end // blocks.block_size
         if blocks.prefix_caching and num_full > sequence.num_named:
             self._extend_hashes(sequence, num_full)
             for index in range(sequence.num_named, num_full):
@@ -181,13 +186,13 @@ class Scheduler:
 
     def _decodes(self, budget: TokenBudget) -> Iterator[Chunk]:
         for sequence in tuple(self.running):
-            if sequence.remaining == 1 and self._make_room(sequence):
-                yield _chunk(sequence, budget.take(1))
+            if sequence.remaining == 1 and not self._has_enough(sequence) and self._make_room(sequence):
+                yield _launch(sequence, budget.take(1))
 
     def _prefills(self, budget: TokenBudget) -> Iterator[Chunk]:
         for sequence in tuple(self.running):
             if sequence.remaining > 1 and budget.left:
-                yield _chunk(sequence, budget.take(sequence.remaining))
+                yield _launch(sequence, budget.take(sequence.remaining))
 
     def _admissions(self, budget: TokenBudget) -> Iterator[Chunk]:
         """A sequence that waits for its adapter or its prompt lets others pass; one that waits for memory does not."""
@@ -197,7 +202,7 @@ class Scheduler:
             if self._is_ready(sequence):
                 if not self._admit(sequence):
                     return
-                yield _chunk(sequence, budget.take(sequence.remaining))
+                yield _launch(sequence, budget.take(sequence.remaining))
 
     # ---- waiting
 
@@ -236,7 +241,16 @@ class Scheduler:
         digest = request.spec.adapter_digest
         if digest is not None and self.adapters.state(digest) is not AdapterState.READY:
             return False
+        if sequence.num_pending:  # preempted, and its last token is not read yet
+            return False
         return request.prompt_computed or sequence is request.leader
+
+    def _has_enough(self, sequence: Sequence) -> bool:
+        """Whether it will end by length as soon as its pending token is read."""
+        at_most = sequence.request.spec.stop.max_tokens
+        return sequence.num_pending > 0 and (
+            sequence.num_sampled >= at_most or sequence.num_tokens >= self.limits.max_model_len
+        )
 
     # ---- memory
 
@@ -282,7 +296,7 @@ class Scheduler:
         """Blocks for all known tokens of a running sequence, preempting from the end of the line, itself at worst."""
         if sequence.state is not State.RUNNING:
             return False
-        missing = self.blocks.blocks_for(len(sequence.token_ids)) - len(sequence.blocks)
+        missing = self.blocks.blocks_for(sequence.num_tokens) - len(sequence.blocks)
         while missing > self.blocks.num_free:
             victim = self.running[-1]
             self._preempt(victim)
@@ -311,6 +325,15 @@ def _slot(chunk: Chunk) -> int:
     return chunk.sequence.slot
 
 
-def _chunk(sequence: Sequence, length: int) -> Chunk:
-    start = sequence.num_computed
-    return Chunk(sequence, start, length, samples=start + length == len(sequence.token_ids))
+def _launch(sequence: Sequence, length: int) -> Chunk:
+    """The sequence's next `length` tokens; it goes on behind them."""
+    start, end = sequence.num_computed, sequence.num_computed + length
+    scored = range(0)
+    if sequence.wants_prompt_logprobs:
+        request = sequence.request
+        scored = range(max(start, request.num_scored), min(end, sequence.num_prompt - 1))
+        request.num_scored = max(request.num_scored, scored.stop)
+    chunk = Chunk(sequence, start, length, samples=end == sequence.num_tokens, scored_positions=scored)
+    sequence.num_computed = end
+    sequence.num_pending += chunk.samples
+    return chunk

@@ -29,6 +29,7 @@ class Request:
         started: Some sequence has been admitted.
         prompt_computed: The prompt's blocks can be found by its other sequences.
         prompt_logprobs: Positions 1… so far; None once sent.
+        num_scored: Prompt positions whose logprobs launched steps compute or have computed.
     """
 
     spec: GenerateSpec
@@ -41,6 +42,7 @@ class Request:
     started: bool = False
     prompt_computed: bool = False
     prompt_logprobs: list[TokenLogprobs] | None = None
+    num_scored: int = 0
 
     def __post_init__(self) -> None:
         self.sequences = [Sequence(self, index, list(self.spec.prompt_ids)) for index in range(self.spec.sampling.n)]
@@ -50,6 +52,12 @@ class Request:
     @property
     def key(self) -> tuple[bytes, str]:
         return self.client, self.spec.request_id
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the next token depends on the very ids of the tokens before it, through penalties."""
+        s = self.spec.sampling
+        return (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def live(self) -> list["Sequence"]:
@@ -64,11 +72,12 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One output of a request. Keys and values of `token_ids[:num_computed]` are in `blocks`.
+    """One output of a request. Keys and values of its first `num_computed` tokens are in `blocks`, or on their way.
 
     Attributes:
         token_ids: Prompt and output; the engine appends.
         hashes: Names of the first full blocks, extended when needed.
+        num_pending: Tokens that launched steps sample and nobody has read yet; they follow `token_ids`.
         num_cached: Tokens whose keys and values were found at admission. A recomputed one among them is not written.
         num_named: How many of `blocks` have been offered to the prefix cache.
         handle: Of its adapter while it runs; None for the base model.
@@ -78,6 +87,7 @@ class Sequence:
     index: int
     token_ids: list[int]
     num_prompt: int = 0
+    num_pending: int = 0
     num_computed: int = 0
     num_cached: int = 0
     blocks: "array[int]" = field(default_factory=lambda: array("i"))
@@ -99,9 +109,24 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def num_sampled(self) -> int:
+        """Output tokens, those not yet read included."""
+        return self.num_output + self.num_pending
+
+    @property
+    def position(self) -> int:
+        """Output tokens before the one that its last launched step samples."""
+        return self.num_sampled - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens, those not yet read included."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
     def remaining(self) -> int:
-        """Known tokens that are not computed yet; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens that are not computed yet; 1 while decoding."""
+        return self.num_tokens - self.num_computed
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -109,9 +134,9 @@ class Sequence:
         return self.request.prompt_logprobs is not None and self is self.request.leader
 
     def forbidden_ids(self, eos_ids: Items[int]) -> tuple[int, ...]:
-        """Tokens that would end the sequence before `min_tokens`."""
+        """Tokens that would end the sequence before `min_tokens`, where its last launched step samples."""
         stop = self.request.spec.stop
-        if self.num_output >= stop.min_tokens:
+        if self.position >= stop.min_tokens:
             return ()
         return stop.token_ids if stop.ignore_eos else (*stop.token_ids, *eos_ids)
 

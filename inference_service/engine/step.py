@@ -1,6 +1,6 @@
 """What one engine step consists of: the schedule, and what running it gave."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from inference_service.engine.sequence import Request, Sequence
 from inference_service.types import TokenLogprobs
@@ -8,21 +8,22 @@ from shared.errors import LoraplexError
 
 
 class Chunk(NamedTuple):
-    """`length` tokens of `sequence` from position `start`. `samples`: they are its last known ones."""
+    """`length` tokens of `sequence` from position `start`.
+
+    `samples`: they are its last ones, so the step samples the next. `scored_positions`: those whose logits predict a
+    prompt token that is still without its wanted logprob.
+    """
 
     sequence: Sequence
     start: int
     length: int
     samples: bool
+    scored_positions: range = range(0)
 
     @property
-    def scored_positions(self) -> range:
-        """Positions of this chunk whose logits predict a prompt token that is still without its wanted logprob."""
-        sequence = self.sequence
-        if not sequence.wants_prompt_logprobs:
-            return range(0)
-        done = len(sequence.request.prompt_logprobs or ())
-        return range(max(self.start, done), min(self.start + self.length, sequence.num_prompt - 1))
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.start + self.length
 
 
 class Failure(NamedTuple):
@@ -46,6 +47,23 @@ class StepResult(NamedTuple):
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: list[list[TokenLogprobs]]
+
+
+class PendingStep(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepResult:
+        """Wait for it."""
+        ...
+
+
+class Computed(NamedTuple):
+    """A step that was computed when it was launched."""
+
+    value: StepResult
+
+    def result(self) -> StepResult:
+        return self.value
 
 
 class DeviceLost(Exception):

@@ -152,14 +152,15 @@ class AdapterPool:
     # ---- what operators ask for
 
     def load(self, digest: str, pinned: bool) -> AdapterState:
-        """Like `require`; and pin it or not, from now on. The pin belongs to the digest and outlives a failed load."""
+        """Like `require`; with `pinned` also pin it. The pin belongs to the digest and outlives a failed load.
+
+        It ends with `begin_unload` only: a load without a pin takes nobody else's away.
+        """
         if pinned:
             self._pinned.add(digest)
-        else:
-            self._pinned.discard(digest)
         state = self.require(digest)
-        if self._slots.find(digest) is not None:
-            self._slots.set_pinned(digest, pinned)
+        if pinned and self._slots.find(digest) is not None:
+            self._slots.set_pinned(digest, True)
         return state
 
     def begin_unload(self, digest: str) -> AdapterState | None:

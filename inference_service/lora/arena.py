@@ -56,8 +56,10 @@ class Arena:
         self.table = AdapterTable(self._bytes.view(dtype), torch.zeros(shape, dtype=torch.int32, device=device))
         self._copies: deque[AdapterCopy] = deque()
         self._is_cuda = device.type == "cuda"
+        self.side: torch.cuda.Stream | None = None  # for shrinks beside a base projection
         if self._is_cuda:
             self._stream = torch.cuda.Stream(device)
+            self.side = torch.cuda.Stream(device)
             self._issued: torch.cuda.Event | None = None
             self._staging = torch.zeros(shape, dtype=torch.int32, pin_memory=True)
             self._staged: dict[int, torch.cuda.Event] = {}

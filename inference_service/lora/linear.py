@@ -1,12 +1,18 @@
 """A base projection with adapters: the decoder does not know that LoRA exists."""
 
+# torch.cuda is untyped in torch.
+# mypy: disable-error-code="no-untyped-call"
+
+import torch
 from torch import Tensor, nn
 
 from inference_service.lora.arena import Arena
 from inference_service.lora.batch import LoraBatch
-from kernels.lora import add_lora
-from kernels.table import Group
+from kernels.lora import Addend, add_lora, shrink
+from kernels.table import Chunks, Group
 from shared.base_model import ModelConfig, linear_shape
+
+SIDE_ROWS = 16  # rows a chunk up to which a batch is decoding
 
 # A layer's packed projections, and the modules in each as indices into `shared.base_model.MODULES`.
 PROJECTIONS = {
@@ -33,6 +39,7 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.base = base
         self.table = arena.table
+        self.side = arena.side
         self.layer = layer
         self.group = group
 
@@ -42,6 +49,26 @@ class LoraLinear(nn.Module):
         if lora is not None:
             add_lora(y, x, self.table, self.layer, self.group, lora)
         return y
+
+    def project(self, x: Tensor, chunks: Chunks | None) -> tuple[Tensor, Addend | None]:
+        """The base output on a GPU, and what the adapters add, for the kernel that reads both.
+
+        The shrink needs only `x`: for few rows, where the base product waits for memory, it runs beside it.
+        """
+        if chunks is None:
+            y: Tensor = self.base(x, None)
+            return y, None
+        if self.side is None or chunks.rows_per_chunk > SIDE_ROWS:
+            y = self.base(x, None)
+            v = shrink(x, self.table, self.layer, self.group, chunks)
+            return y, Addend(v, self.table, self.layer, self.group, chunks)
+        main = torch.cuda.current_stream()
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            v = shrink(x, self.table, self.layer, self.group, chunks)
+        y = self.base(x, None)
+        main.wait_stream(self.side)
+        return y, Addend(v, self.table, self.layer, self.group, chunks)
 
 
 def install(decoder: nn.Module, config: ModelConfig, arena: Arena) -> None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels.table import Chunks
+
 
 @dataclass(frozen=True)
 class ForwardBatch:
@@ -22,3 +24,23 @@ class ForwardBatch:
     num_decodes: int
     logit_rows: Tensor  # [rows] int64, the token rows whose logits are wanted
     lora: object | None = None  # handed to every projection as it is; the model does not look inside
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """One step's input for the fused forward pass: all lengths are device data, so that a graph can be replayed.
+
+    The first `num_decodes` token rows are one sequence each; the others belong to prefill chunks. Padding rows have the
+    KV slot −1; padding sequences have the length 0.
+    """
+
+    token_ids: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int32
+    kv_slots: Tensor  # [tokens] int64, −1: nothing is stored
+    block_tables: Tensor  # [seqs, max_blocks] int32
+    seq_lens: Tensor  # [seqs] int32, tokens in the KV cache after this step
+    query_starts: Tensor  # [seqs - num_decodes + 1] int32, rows of the prefill chunks after the decodes
+    num_decodes: int
+    max_len: int  # host bound of seq_lens
+    logit_rows: Tensor | None  # [rows] int64; None: all rows
+    chunks: Chunks | None  # which adapter each row uses; None: the base model alone

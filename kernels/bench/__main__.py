@@ -1,133 +1,86 @@
-"""How long adapters take: `python -m kernels.bench [--device cuda|cpu] [--model NAME] [--rows N …] [--json FILE]`.
+"""How long adapters take: `python -m kernels.bench [--quick] [--json FILE] [--peer MODULE:CLASS] …`.
 
-One line for each group of linears, workload and number of rows: µs for shrink and expand together, and the ratio to the
-byte floor. On a GPU a CUDA graph calls the door once per layer of a table too large for the cache, with inputs and
-outputs of their own, so that everything comes from memory; on a CPU it is a plain loop. Decode rows, unless --prefill.
+`linears`: one line for each projection, workload and number of rows, µs for shrink and expand together, the byte floor
+(adapters used and x once, y read and written, at copy bandwidth), and what is to be reached. On a GPU a CUDA graph
+takes one layer after the other of a table too large for the cache, so that everything comes from memory; on a CPU it
+is a plain loop. `layer` (GPU): what adapters add to base products and the ops after them. `--peer` puts another
+system's kernels beside: a class as `kernels.bench.linears.Peer` describes, in a module on the path.
+The other ops: `python -m kernels.bench.ops`.
 """
-
-# torch.cuda is untyped in torch.
-# mypy: disable-error-code="no-untyped-call"
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from kernels.lora import add_lora
-from kernels.table import AdapterTable, Group, LoraRows
-from kernels.workloads import NAMES, Workload, random_table, workload
+from kernels.bench import layer, linears
+from kernels.bench.shapes import DTYPES, MODELS, Model
+from kernels.bench.timing import copy_bandwidth
+from kernels.workloads import NAMES, Workload, prompts, workload
 
-MAX_LAYERS = 256
-REPLAYS = 10
-
-
-class Model(NamedTuple):
-    """Sizes of a base model's linears."""
-
-    hidden: int
-    kv: int
-    intermediate: int
-
-    def groups(self) -> dict[str, Group]:
-        """The four packed projections."""
-        q, k, mlp = self.hidden, self.kv, self.intermediate
-        return {
-            "qkv": Group((0, 1, 2), (0, q, q + k, q + 2 * k), self.hidden),
-            "o": Group((3,), (0, self.hidden), q),
-            "gate_up": Group((4, 5), (0, mlp, 2 * mlp), self.hidden),
-            "down": Group((6,), (0, self.hidden), mlp),
-        }
+ROWS, QUICK_ROWS = (1, 8, 32, 64, 256), (1, 8, 32, 64)
+PROMPTS = ((2048, 4), (8192, 16))
+RANKS, QUICK_RANKS = (16, 64), (16,)
+PROJECTIONS = ("qkv", "o", "gate_up", "down")
 
 
-MODELS = {"llama-3.1-8b": Model(4096, 1024, 14336), "smollm2-135m": Model(576, 192, 1536)}
-DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-# So much is touched before anything is touched again; caches are smaller.
-ROTATED_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
+def linear_loads(options: argparse.Namespace) -> Iterator[tuple[str, Workload]]:
+    """(name, workload) of every line of `linears` for one projection."""
+    for rank in options.rank or (QUICK_RANKS if options.quick else RANKS):
+        for rows in options.rows or (QUICK_ROWS if options.quick else ROWS):
+            for name in options.workload or (("distinct", "identical") if options.quick else NAMES[:-1]):
+                yield name, workload(name, rows, rank)
+        if options.device == "cuda" and not options.rows:
+            for rows, adapters in PROMPTS[-1:] if options.quick else PROMPTS:
+                yield f"{adapters} prompts", prompts(rows, adapters, rank)
+    if not options.rows and not options.workload:
+        yield "all-ranks", workload("all-ranks", 32)
 
 
-class Result(NamedTuple):
-    """One measured line."""
+def bench_linears(options: argparse.Namespace, model: Model, bandwidth: float) -> list[dict[str, object]]:
+    """Print and return the lines of `linears`."""
+    results: list[dict[str, object]] = []
+    print(f"{'linear':8} {'workload':11} {'rows':>5} {'rank':>4} {'µs':>8} {'floor':>7} {'ratio':>6}", end="")
+    print(f" {'target':>7} {'aim':>6} {'peer':>8}")
+    for name, group in model.groups().items():
+        for kind, load in linear_loads(options):
+            each = linears.measure((name, kind), group, load, options.device, bandwidth, options.peer)
+            results.append(each._asdict())
+            print(
+                f"{name:8} {kind:11} {each.rows:5} {each.rank:4} {each.micros:8.1f} {each.floor:7.2f}"
+                f" {each.micros / each.floor:6.1f} {each.target:7.1f} {each.aim:6.1f} {each.peer:8.1f}",
+                flush=True,
+            )
+    return results
 
-    group: str
-    workload: str
-    rows: int
-    rank: int
-    phase: str
-    micros: float
-    floor_micros: float
 
-
-def measure(group: Group, load: Workload, device: str, num_decodes: int) -> tuple[float, int]:
-    """Seconds a call, and the bytes that it must move."""
-    dtype = DTYPES[device]
-    nbytes = bytes_touched(group, load, dtype)
-    num_layers = min(MAX_LAYERS, max(2, ROTATED_BYTES[device] // nbytes))
-    table = random_table(load.ranks, [group], num_layers, dtype, device)
-    xs, ys = (
-        torch.randn(num_layers, len(load.row_slots), width, device=device, dtype=dtype)
-        for width in (group.in_features, group.columns[-1])
+def bench_layer(options: argparse.Namespace, model: Model, bandwidth: float) -> list[dict[str, object]]:
+    """Print and return the lines of `layer`."""
+    results: list[dict[str, object]] = []
+    print(
+        f"{'added to':8} {'workload':11} {'rows':>5} {'base µs':>8} {'added':>6} {'floor':>6} {'target':>7} {'aim':>6}"
     )
-    on_gpu = device == "cuda"
-    row_slots = torch.tensor(load.row_slots, dtype=torch.int32, device=device) if on_gpu else None
-    rows = LoraRows(load.segments(), row_slots, num_decodes)
-    time_layers = time_graph if on_gpu else time_loop
-    seconds = time_layers(lambda: add_to_layers(ys, xs, table, group, rows))
-    return seconds / num_layers, nbytes
+    for names in (("qkv",), ("gate_up",), PROJECTIONS):
+        for rows in options.rows or (1, 8, 32):
+            for kind in ("distinct",) if rows == 1 or options.quick else ("distinct", "identical"):
+                each = layer.measure(model, names, kind, workload(kind, rows), bandwidth)
+                results.append(each._asdict())
+                print(
+                    f"{each.group:8} {kind:11} {rows:5} {each.base:8.1f} {each.added:6.1f} {each.floor:6.2f}"
+                    f" {each.target:7.1f} {each.aim:6.1f}",
+                    flush=True,
+                )
+    return results
 
 
-def copy_bandwidth(device: str) -> float:
-    """Bytes read and written a second by a large copy."""
-    source = torch.zeros(ROTATED_BYTES[device], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    time_copy = time_graph if device == "cuda" else time_loop
-    return 2 * source.numel() / time_copy(lambda: target.copy_(source))
-
-
-def bytes_touched(group: Group, load: Workload, dtype: torch.dtype) -> int:
-    """What a call must move at least: adapters used and x once, y read and written."""
-    rows = [slot for slot in load.row_slots if slot >= 0]
-    per_rank = len(group.modules) * group.in_features + group.columns[-1]
-    adapters = sum(load.ranks[slot] for slot in set(rows)) * per_rank
-    return (adapters + len(rows) * (group.in_features + 2 * group.columns[-1])) * dtype.itemsize
-
-
-def add_to_layers(ys: Tensor, xs: Tensor, table: AdapterTable, group: Group, rows: LoraRows) -> None:
-    """The door once per layer, each with its own x and y."""
-    for layer in range(table.num_layers):
-        add_lora(ys[layer], xs[layer], table, layer, group, rows)
-
-
-def time_graph(call: Callable[[], object]) -> float:
-    """Seconds of one `call`, replayed from a CUDA graph."""
-    call()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(REPLAYS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / REPLAYS / 1e3
-
-
-def time_loop(call: Callable[[], object]) -> float:
-    """Seconds of one `call`: the best of a few."""
-    call()  # fills the table's views
-    best = float("inf")
-    for _ in range(REPLAYS):
-        begin = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - begin)
-    return best
+def peer_class(text: str) -> type[linears.Peer]:
+    """The class that MODULE:CLASS names."""
+    module, _, name = text.partition(":")
+    found: type[linears.Peer] = getattr(import_module(module), name)
+    return found
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -135,10 +88,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=DTYPES, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
-    parser.add_argument("--workload", choices=NAMES, nargs="+", default=NAMES)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 256])
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--prefill", action="store_true", help="rows are prompts, not one a sequence")
+    parser.add_argument("--part", choices=("linears", "layer"), nargs="+", default=["linears", "layer"])
+    parser.add_argument("--workload", choices=NAMES, nargs="+")
+    parser.add_argument("--rows", type=int, nargs="+")
+    parser.add_argument("--rank", type=int, nargs="+")
+    parser.add_argument("--quick", action="store_true", help="fewer workloads, rows and ranks")
+    parser.add_argument("--peer", type=peer_class, metavar="MODULE:CLASS")
     parser.add_argument("--json", type=Path, help="write the results there as well")
     return parser.parse_args(arguments)
 
@@ -146,21 +101,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure, print, and write JSON."""
     options = parse()
-    phase = "prefill" if options.prefill else "decode"
-    results: list[Result] = []
-    bandwidth = copy_bandwidth(options.device)
-    print(f"{options.device} {DTYPES[options.device]}, {phase}, copy bandwidth {bandwidth / 1e9:.0f} GB/s")
-    print(f"{'group':8} {'workload':11} {'rows':>5} {'rank':>4} {'µs':>9} {'floor':>8} {'ratio':>6}")
-    for name, group in MODELS[options.model].groups().items():
-        for kind in options.workload:
-            for rows in options.rows:
-                load = workload(kind, rows, options.rank)
-                seconds, nbytes = measure(group, load, options.device, 0 if options.prefill else rows)
-                micros, floor = seconds * 1e6, nbytes / bandwidth * 1e6
-                results.append(Result(name, kind, rows, options.rank, phase, micros, floor))
-                print(f"{name:8} {kind:11} {rows:5} {options.rank:4} {micros:9.1f} {floor:8.2f} {micros / floor:6.1f}")
+    model, bandwidth = MODELS[options.model], copy_bandwidth(options.device)
+    print(f"{options.device} {DTYPES[options.device]}, copy bandwidth {bandwidth / 1e9:.0f} GB/s")
+    results: dict[str, object] = {"copy_bandwidth": bandwidth}
+    if "linears" in options.part:
+        results["linears"] = bench_linears(options, model, bandwidth)
+    if "layer" in options.part and options.device == "cuda":
+        results["layer"] = bench_layer(options, model, bandwidth)
     if options.json:
-        options.json.write_text(json.dumps([result._asdict() for result in results], indent=1))
+        options.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,57 +1,60 @@
-"""`loraplex adapter`: register, list, show, alias, delete, load, unload, convert."""
+"""`loraplex adapter`: what the registry knows of adapters. `adapter_memory` adds `load` and `unload`."""
 
+import sys
 import uuid
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from loraplex.cli.calls import run
 from loraplex.cli.options import (
     DEFAULT_REGISTRY,
-    DEFAULT_SERVER,
+    MAX_INT32,
+    AdapterArgument,
     Json,
+    ReferenceArgument,
     RegistryAddress,
-    ServerAddress,
-    as_dict,
     key_values,
+    parsed,
+    parsed_adapter,
+)
+from loraplex.cli.output import (
+    as_dict,
     megabytes,
+    moment,
     print_json,
     print_table,
-    run,
+    short_adapter,
+    short_digest,
+    short_version,
 )
 from loraplex.client import Client
-from loraplex.inference.v1 import control_pb2
 from loraplex.registry.v1 import registry_pb2, resources_pb2
 from shared.errors import Unimplemented
-from shared.references import Reference, adapter_name, alias_name, parse_reference
+from shared.references import adapter_name, alias_name, namespace_name
 
-app = typer.Typer(help="Manage adapters.", no_args_is_help=True)
+app = typer.Typer(help="Manage adapters.")
 console = Console(stderr=True)
-
-ReferenceArgument = Annotated[str, typer.Argument(help="[NAMESPACE/]ADAPTER[@VERSION|@ALIAS|@sha256:HEX]")]
-
-
-def _parse(text: str) -> Reference:
-    return parse_reference(text, "default")
 
 
 @app.command()
 def register(
-    reference: Annotated[str, typer.Argument(help="[NAMESPACE/]ADAPTER")],
+    adapter: AdapterArgument,
     base_model: Annotated[str, typer.Option(help="Base model id.")],
-    source: Annotated[str, typer.Option(help="file://ROOT/path, hf://org/repo or s3://bucket/prefix.")],
+    source: Annotated[str, typer.Option(help="file://ROOT/path; ROOT is a --file-root of the services.")],
     alias: Annotated[list[str], typer.Option(help="Point this alias at the version; repeatable.")] = [],  # noqa: B006
-    label: Annotated[list[str], typer.Option(help="K=V; repeatable.")] = [],  # noqa: B006
-    description: Annotated[str, typer.Option(help="What the adapter is for.")] = "",
-    credential: Annotated[str, typer.Option(help="Name of a credential in the services' configuration.")] = "",
+    label: Annotated[list[str], typer.Option(help="K=V; repeatable. Used when the adapter is new.")] = [],  # noqa: B006
+    description: Annotated[str, typer.Option(help="What it is for. Used when the adapter is new.")] = "",
+    credential: Annotated[str, typer.Option(hidden=True)] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only validate.")] = False,
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
     """Validate an adapter and store it as a version."""
-    target = _parse(reference)
+    target = parsed_adapter(adapter)
     request = registry_pb2.RegisterAdapterRequest(
-        parent=f"namespaces/{target.namespace}",
+        parent=namespace_name(target.namespace),
         adapter_id=target.adapter,
         base_model=base_model,
         source=resources_pb2.AdapterSource(uri=source, credential_ref=credential),
@@ -65,15 +68,18 @@ def register(
         response = run(lambda c: c.call(c.registry.RegisterAdapter(request)), registry=registry)
     if json:
         return print_json(response)
+    return _print_registered(adapter, response, dry_run)
+
+
+def _print_registered(adapter: str, response: registry_pb2.RegisterAdapterResponse, dry_run: bool) -> None:
     verb = "valid" if dry_run else ("registered" if response.created else "already registered")
     version = response.version
     typer.echo(
-        f"{verb}: {version.name or reference} rank {version.lora_config.rank}, "
+        f"{verb}: {short_version(version.name) or adapter} rank {version.lora_config.rank}, "
         f"{megabytes(version.size_bytes)}, {version.digest}"
     )
     for warning in version.warnings:
-        console.print(f"warning: {warning}", style="yellow")
-    return None
+        typer.echo(f"warning: {warning}", err=True)
 
 
 @app.command("list")
@@ -84,41 +90,32 @@ def list_adapters(
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
     """List adapters."""
-    adapters = run(lambda c: _all_adapters(c, namespace, deleted), registry=registry)
+    request = registry_pb2.ListAdaptersRequest(parent=namespace_name(namespace), show_deleted=deleted)
+
+    async def all_adapters(client: Client) -> list[resources_pb2.Adapter]:
+        return [a async for page in client.pages(client.registry.ListAdapters, request) for a in page.adapters]
+
+    adapters = run(all_adapters, registry=registry)
     if json:
         return print_json(adapters)
     return print_table(
         ("ADAPTER", "LATEST", "ALIASES", "BASE MODEL", "DESCRIPTION"),
         (
             (
-                _short(a.name) + (" (deleted)" if a.HasField("delete_time") else ""),
+                short_adapter(a.name) + (" (deleted)" if a.HasField("delete_time") else ""),
                 a.latest_version or "-",
-                ", ".join(f"{x.name.rpartition('/')[2]}→{_targets(x)}" for x in a.aliases) or "-",
+                _aliases(a),
                 a.base_model.removeprefix("baseModels/"),
                 a.description or "-",
             )
             for a in adapters
         ),
+        fold="DESCRIPTION",
     )
 
 
-async def _all_adapters(client: Client, namespace: str, deleted: bool) -> list[resources_pb2.Adapter]:
-    adapters: list[resources_pb2.Adapter] = []
-    token = ""
-    while True:
-        request = registry_pb2.ListAdaptersRequest(
-            parent=f"namespaces/{namespace}", page_size=200, page_token=token, show_deleted=deleted
-        )
-        page = await client.call(client.registry.ListAdapters(request))
-        adapters += page.adapters
-        token = page.next_page_token
-        if not token:
-            return adapters
-
-
-def _short(name: str) -> str:
-    _, namespace, _, adapter = name.split("/")[:4]
-    return adapter if namespace == "default" else f"{namespace}/{adapter}"
+def _aliases(adapter: resources_pb2.Adapter) -> str:
+    return ", ".join(f"{a.name.rpartition('/')[2]}→{_targets(a)}" for a in adapter.aliases) or "-"
 
 
 def _targets(alias: resources_pb2.AdapterAlias) -> str:
@@ -130,7 +127,7 @@ def _targets(alias: resources_pb2.AdapterAlias) -> str:
 @app.command()
 def show(reference: ReferenceArgument, json: Json = False, registry: RegistryAddress = DEFAULT_REGISTRY) -> None:
     """Show an adapter and the version that a reference means."""
-    target = _parse(reference)
+    target = parsed(reference)
 
     async def both(client: Client) -> tuple[resources_pb2.Adapter, registry_pb2.ResolveAdapterResponse]:
         name = adapter_name(target.namespace, target.adapter)
@@ -141,11 +138,15 @@ def show(reference: ReferenceArgument, json: Json = False, registry: RegistryAdd
     adapter, resolved = run(both, registry=registry)
     if json:
         return print_json({"adapter": as_dict(adapter), "resolved": as_dict(resolved)})
-    version, config = resolved.version, resolved.version.lora_config
-    rows = {
+    return print_table(("", ""), _details(adapter, resolved.version).items())
+
+
+def _details(adapter: resources_pb2.Adapter, version: resources_pb2.AdapterVersion) -> dict[str, object]:
+    config = version.lora_config
+    return {
         "adapter": adapter.name,
         "base model": adapter.base_model,
-        "aliases": ", ".join(f"{a.name.rpartition('/')[2]}→{_targets(a)}" for a in adapter.aliases) or "-",
+        "aliases": _aliases(adapter),
         "description": adapter.description or "-",
         "labels": ", ".join(f"{k}={v}" for k, v in sorted(adapter.labels.items())) or "-",
         "version": version.name.rpartition("/")[2],
@@ -158,18 +159,50 @@ def show(reference: ReferenceArgument, json: Json = False, registry: RegistryAdd
         "targets": ", ".join(config.target_modules),
         "modules": config.num_modules,
     }
-    return print_table(("", ""), rows.items())
+
+
+@app.command()
+def versions(
+    adapter: AdapterArgument,
+    deleted: Annotated[bool, typer.Option("--deleted", help="Deleted ones too.")] = False,
+    json: Json = False,
+    registry: RegistryAddress = DEFAULT_REGISTRY,
+) -> None:
+    """List the versions of an adapter, newest first."""
+    target = parsed_adapter(adapter)
+    parent = adapter_name(target.namespace, target.adapter)
+    request = registry_pb2.ListAdapterVersionsRequest(parent=parent, show_deleted=deleted)
+
+    async def all_versions(client: Client) -> list[resources_pb2.AdapterVersion]:
+        return [v async for page in client.pages(client.registry.ListAdapterVersions, request) for v in page.versions]
+
+    found = run(all_versions, registry=registry)
+    if json:
+        return print_json(found)
+    return print_table(
+        ("VERSION", "STATE", "DIGEST", "CREATED", "SOURCE"),
+        (
+            (
+                short_version(v.name),
+                resources_pb2.AdapterVersion.State.Name(v.state).removeprefix("STATE_"),
+                short_digest(v.digest),
+                moment(v.create_time),
+                v.source.uri,
+            )
+            for v in found
+        ),
+    )
 
 
 @app.command()
 def alias(
     reference: Annotated[str, typer.Argument(help="[NAMESPACE/]ADAPTER@ALIAS")],
-    version: Annotated[int, typer.Argument(help="Version number.")],
+    version: Annotated[int, typer.Argument(min=1, max=MAX_INT32, help="Version number.")],
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
     """Point an alias at a version."""
-    target = _parse(reference)
+    target = parsed(reference, "REFERENCE")
     if not target.alias:
         raise typer.BadParameter(f"{reference!r} names no alias; write ADAPTER@ALIAS", param_hint="REFERENCE")
     request = registry_pb2.SetAdapterAliasRequest(
@@ -184,13 +217,17 @@ def alias(
 
 @app.command()
 def delete(
-    reference: Annotated[str, typer.Argument(help="[NAMESPACE/]ADAPTER")],
+    adapter: AdapterArgument,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Only a terminal is asked.")] = False,
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
-    """Delete an adapter. Requests for it fail from now on; running ones finish."""
-    target = _parse(reference)
-    request = registry_pb2.DeleteAdapterRequest(name=adapter_name(target.namespace, target.adapter))
+    """Delete an adapter. Requests for it fail from now on; running ones finish. `undelete` brings it back."""
+    target = parsed_adapter(adapter)
+    name = adapter_name(target.namespace, target.adapter)
+    if not yes and sys.stdin.isatty():
+        typer.confirm(f"Delete {name}? Requests for it will fail.", abort=True, err=True)
+    request = registry_pb2.DeleteAdapterRequest(name=name)
     response = run(lambda c: c.call(c.registry.DeleteAdapter(request)), registry=registry)
     if json:
         return print_json(response.adapter)
@@ -198,40 +235,17 @@ def delete(
 
 
 @app.command()
-def load(
-    reference: ReferenceArgument,
-    pin: Annotated[bool, typer.Option("--pin", help="Never evict it until it is unloaded.")] = False,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return before it is ready.")] = False,
-    json: Json = False,
-    server: ServerAddress = DEFAULT_SERVER,
-) -> None:
-    """Load an adapter on one replica, ahead of its requests."""
-    request = control_pb2.LoadAdapterRequest(reference=reference, pinned=pin, wait=not no_wait)
-    with console.status("loading"):
-        response = run(lambda c: c.call(c.control.LoadAdapter(request)), server=server)
+def undelete(adapter: AdapterArgument, json: Json = False, registry: RegistryAddress = DEFAULT_REGISTRY) -> None:
+    """Bring a deleted adapter back, with its versions and aliases."""
+    target = parsed_adapter(adapter)
+    request = registry_pb2.UndeleteAdapterRequest(name=adapter_name(target.namespace, target.adapter))
+    response = run(lambda c: c.call(c.registry.UndeleteAdapter(request)), registry=registry)
     if json:
         return print_json(response.adapter)
-    loaded = response.adapter
-    return typer.echo(f"{'loading' if no_wait else 'loaded'}: {loaded.adapter_version} {megabytes(loaded.size_bytes)}")
+    return typer.echo(f"undeleted: {response.adapter.name}")
 
 
-@app.command()
-def unload(
-    reference: Annotated[str, typer.Argument(help="Reference, version name or sha256:HEX.")],
-    force: Annotated[bool, typer.Option("--force", help="End its requests instead of waiting for them.")] = False,
-    json: Json = False,
-    server: ServerAddress = DEFAULT_SERVER,
-) -> None:
-    """Unload an adapter from one replica. Returns when its memory is free."""
-    request = control_pb2.UnloadAdapterRequest(adapter=reference, force=force)
-    with console.status("draining"):
-        response = run(lambda c: c.call(c.control.UnloadAdapter(request)), server=server)
-    if json:
-        return print_json(response)
-    return typer.echo(f"unloaded: {reference}, {megabytes(response.freed_bytes)} freed")
-
-
-@app.command()
+@app.command(hidden=True)
 def convert(reference: ReferenceArgument) -> None:
     """Repair an adapter that was saved relative to a modified base model (not built yet)."""
     raise Unimplemented(

@@ -7,7 +7,9 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from loraplex.cli.options import DEFAULT_SERVER, Json, ServerAddress, print_json, print_table, run
+from loraplex.cli.calls import run
+from loraplex.cli.options import DEFAULT_SERVER, AdapterOptions, Json, ServerAddress
+from loraplex.cli.output import print_json, print_table
 from loraplex.client import Client
 from loraplex.inference.v1 import inference_pb2
 
@@ -20,40 +22,61 @@ class Measured(NamedTuple):
     tokens: int
 
 
+class Load(NamedTuple):
+    """What is asked of the server. Requests take the adapters in turn; "" is the base model."""
+
+    adapters: list[str]
+    streams: int
+    requests: int
+    prompt_tokens: int
+    max_tokens: int
+
+
 def bench(
-    adapter: Annotated[list[str], typer.Option(help="Adapter references, taken in turn; repeatable.")] = [],  # noqa: B006
+    adapter: AdapterOptions = [],  # noqa: B006
     streams: Annotated[int, typer.Option(min=1, max=1024, help="Requests at a time.")] = 8,
     requests: Annotated[int, typer.Option(min=1, max=100_000, help="Requests in all.")] = 32,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Tokens of each prompt.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Tokens of each answer.")] = 64,
     json: Json = False,
     server: ServerAddress = DEFAULT_SERVER,
 ) -> None:
     """Send requests and print tokens per second and latencies."""
+    load = Load(adapter or [""], streams, requests, prompt_tokens, max_tokens)
     started = time.perf_counter()
-    measured = run(
-        lambda client: _load(client, adapter or [""], streams, requests, prompt_tokens, max_tokens), server=server
-    )
+    measured = run(lambda client: _measure(client, load), server=server)
     seconds = time.perf_counter() - started
     result = _summary(measured, seconds)
     if json:
         return print_json(result)
-    return print_table(("", ""), ((k, f"{v:.4g}") for k, v in result.items()))
+    return print_table(("", ""), (_for_people(key, value) for key, value in result.items()))
 
 
-async def _load(
-    client: Client, adapters: list[str], streams: int, requests: int, prompt_tokens: int, max_tokens: int
-) -> list[Measured]:
+async def _measure(client: Client, load: Load) -> list[Measured]:
     info = await client.call(client.inference.GetModelInfo(inference_pb2.GetModelInfoRequest()))
-    turn = asyncio.Semaphore(streams)
+    turn = asyncio.Semaphore(load.streams)
+    started = time.perf_counter()
+    num_done = 0
 
     async def one(number: int) -> Measured:
-        # Every prompt differs from its first token on, so that none is in the prefix cache.
-        prompt = [(number * 7919 + position * 104_729) % info.vocab_size for position in range(prompt_tokens)]
+        nonlocal num_done
         async with turn:
-            return await _request(client, adapters[number % len(adapters)], prompt, max_tokens)
+            # Every prompt differs from its first token on, so that none is in the prefix cache.
+            start = number * 7919
+            prompt = [(start + position * 104_729) % info.vocab_size for position in range(load.prompt_tokens)]
+            measured = await _request(client, load.adapters[number % len(load.adapters)], prompt, load.max_tokens)
+        num_done += 1
+        _print_progress(num_done, load.requests, time.perf_counter() - started)
+        return measured
 
-    return await asyncio.gather(*(one(number) for number in range(requests)))
+    _print_progress(0, load.requests, 0.0)
+    return await asyncio.gather(*(one(number) for number in range(load.requests)))
+
+
+def _print_progress(num_done: int, total: int, seconds: float) -> None:
+    """About ten lines in all, on a terminal and in a log."""
+    if num_done % max(1, total // 10) == 0 or num_done == total:
+        typer.echo(f"{num_done} of {total} requests, {seconds:.1f} s", err=True)
 
 
 async def _request(client: Client, adapter: str, prompt: list[int], max_tokens: int) -> Measured:
@@ -82,3 +105,13 @@ def _summary(measured: list[Measured], seconds: float) -> dict[str, float]:
         "first_token_p99_ms": 1e3 * first[min(len(first) - 1, int(0.99 * len(first)))],
         "time_per_token_ms": 1e3 * statistics.mean(per_token) if per_token else 0.0,
     }
+
+
+def _for_people(key: str, value: float) -> tuple[str, str]:
+    """A figure's name and the figure with its unit, which the end of its key tells."""
+    name = key.removesuffix("_ms").replace("_", " ")
+    if key == "seconds":
+        return "time", f"{value:,.1f} s" if value >= 10 else f"{value:.2f} s"
+    if key.endswith("_ms"):
+        return name, f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms"
+    return name, f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"

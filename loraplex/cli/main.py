@@ -1,20 +1,24 @@
 """`loraplex`: run the services, manage adapters, generate."""
 
+import io
 import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
-from loraplex.cli import adapter, apply, base_model, bench, generate, servers, status
+from loraplex.cli import adapter, adapter_memory, apply, base_model, bench, generate, servers, status
 from shared.errors import LoraplexError
 
 app = typer.Typer(
     name="loraplex",
     help="Serve many LoRA adapters over one base model.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+adapter_memory.add_commands(adapter.app)
 app.add_typer(adapter.app, name="adapter")
 app.add_typer(base_model.app, name="base-model")
 servers.add_commands(app)
@@ -24,15 +28,54 @@ app.command("status")(status.status)
 app.command("bench")(bench.bench)
 
 
-def main() -> None:
-    """Runs the command line. A failed call prints one line, its reason and facts, and exits with 1."""
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"loraplex {version('loraplex')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    is_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    _print_help_if_alone(context)
+
+
+@adapter.app.callback(invoke_without_command=True)
+@base_model.app.callback(invoke_without_command=True)
+def _print_help_if_alone(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits.
+
+    The status is 0, 1 for a failed call (one line says why, further ones give facts), 2 for wrong usage, 130 after
+    Ctrl-C.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a narrow locale is no reason to lose an answer
+    if (wrong := _not_text(arguments)) is not None:
+        print(f"Error: {wrong} is not UTF-8 text", file=sys.stderr)
+        sys.exit(2)
     try:
-        app()
+        app(args=arguments, prog_name="loraplex")
     except LoraplexError as error:
         print(_explain(error), file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+
+
+def _not_text(arguments: Sequence[str]) -> str | None:
+    """The first argument that has bytes which are no UTF-8, after the option before it if there is one."""
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            return f"{before} {argument!r}" if before.startswith("-") else repr(argument)
+    return None
 
 
 def _explain(error: LoraplexError) -> str:

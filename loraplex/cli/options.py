@@ -1,66 +1,106 @@
-"""Options that several commands share, and how a command calls a service and prints what comes back."""
+"""Arguments and options that several commands share, and their checks. What fails them is a usage error."""
 
-import asyncio
-import json
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
-from google.protobuf.json_format import MessageToDict
-from google.protobuf.message import Message
-from rich.console import Console
-from rich.table import Table
 
-from loraplex.client import Client
+from loraplex.client import check_address
+from shared.digest import check_digest
+from shared.errors import InvalidArgument
+from shared.references import Reference, parse_reference
 
-Result = TypeVar("Result")
-
-RegistryAddress = Annotated[
-    str, typer.Option("--registry", envvar="LORAPLEX_REGISTRY", help="host:port of the registry service.")
-]
-ServerAddress = Annotated[
-    str, typer.Option("--server", envvar="LORAPLEX_SERVER", help="host:port of the inference service.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+MAX_INT32 = (1 << 31) - 1
+MAX_INT64 = (1 << 63) - 1
+MAX_SECONDS = 1e6
 
 DEFAULT_REGISTRY = "localhost:50051"
 DEFAULT_SERVER = "localhost:50052"
 
 
-def run(
-    work: Callable[[Client], Awaitable[Result]], *, registry: str = DEFAULT_REGISTRY, server: str = DEFAULT_SERVER
-) -> Result:
-    """Opens a client, does `work` with it, closes it."""
-
-    async def session() -> Result:
-        async with Client(server, registry) as client:
-            return await work(client)
-
-    return asyncio.run(session())
+def _address(text: str) -> str:
+    try:
+        return check_address(text, "address")
+    except InvalidArgument as error:
+        raise typer.BadParameter(error.violations[0].description) from None
 
 
-def as_dict(message: Message) -> dict[str, Any]:
-    """A message as JSON data, with the field names of the proto."""
-    return MessageToDict(message, preserving_proto_field_name=True)
+def _reference(text: str) -> str:
+    if text:
+        parsed(text)
+    return text
 
 
-def print_json(data: Any) -> None:
-    """Prints messages, or lists of them, as JSON."""
-    if isinstance(data, Message):
-        data = as_dict(data)
-    elif isinstance(data, list):
-        data = [as_dict(d) if isinstance(d, Message) else d for d in data]
-    typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
+def _reference_or_digest(text: str) -> str:
+    if not text.startswith("sha256:"):
+        return _reference(text)
+    try:
+        return check_digest(text, "reference")
+    except InvalidArgument as error:
+        raise typer.BadParameter(error.violations[0].description) from None
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Prints a table as wide as its content."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    Console().print(table)
+def _references(texts: list[str]) -> list[str]:
+    return [_reference(text) for text in texts]
+
+
+def _seconds(value: float | None) -> float | None:
+    if value is not None and not 0 < value <= MAX_SECONDS:
+        raise typer.BadParameter(f"{value:g} is not a number of seconds above 0 and at most {MAX_SECONDS:.0f}")
+    return value
+
+
+_SYNTAX = "[NAMESPACE/]ADAPTER[@VERSION|@ALIAS|@sha256:HEX]"
+
+RegistryAddress = Annotated[
+    str,
+    typer.Option("--registry", envvar="LORAPLEX_REGISTRY", help="host:port of the registry.", callback=_address),
+]
+ServerAddress = Annotated[
+    str,
+    typer.Option("--server", envvar="LORAPLEX_SERVER", help="host:port of the inference service.", callback=_address),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AdapterArgument = Annotated[str, typer.Argument(metavar="ADAPTER", help="[NAMESPACE/]ADAPTER")]
+ReferenceArgument = Annotated[str, typer.Argument(help=_SYNTAX, callback=_reference)]
+LoadedArgument = Annotated[
+    str, typer.Argument(help=f"{_SYNTAX}, a version's name, or sha256:HEX", callback=_reference_or_digest)
+]
+AdapterOption = Annotated[str, typer.Option(help=f"{_SYNTAX}; none is the base model.", callback=_reference)]
+AdapterOptions = Annotated[
+    list[str], typer.Option(help=f"{_SYNTAX}; repeatable, then taken in turn.", callback=_references)
+]
+Timeout = Annotated[float | None, typer.Option(help="Seconds until the request is given up.", callback=_seconds)]
+
+
+def parsed(text: str, hint: str | None = None) -> Reference:
+    """The reference that the argument `hint` gives; None: the one that is being checked.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    try:
+        return parse_reference(text, "default")
+    except InvalidArgument as error:
+        raise typer.BadParameter(error.violations[0].description, param_hint=hint) from None
+
+
+def parsed_adapter(text: str) -> Reference:
+    """The reference to an adapter, and no version of it, that the argument ADAPTER gives.
+
+    Raises:
+        typer.BadParameter: it is none, or has an `@`.
+    """
+    reference = parsed(text, "ADAPTER")
+    if names_version(reference):
+        message = f"{text!r} names a version; write [NAMESPACE/]ADAPTER (the registry numbers versions itself)"
+        raise typer.BadParameter(message, param_hint="ADAPTER")
+    return reference
+
+
+def names_version(reference: Reference) -> bool:
+    """Whether it is more than the name of an adapter."""
+    return reference != Reference(reference.namespace, reference.adapter)
 
 
 def key_values(items: Sequence[str], option: str) -> dict[str, str]:
@@ -74,8 +114,3 @@ def key_values(items: Sequence[str], option: str) -> dict[str, str]:
         if not key or not sign:
             raise typer.BadParameter(f"{item!r} is not KEY=VALUE", param_hint=option)
     return {key: value for key, _, value in pairs}
-
-
-def megabytes(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / 1e6:.2f} MB" if size >= 1e4 else f"{size} B"

@@ -1,7 +1,7 @@
 """Finds the resolver class of a source URI's scheme among the entry points of the group `loraplex.resolvers`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol, cast
@@ -47,8 +47,10 @@ class Resolver(Protocol):
     def __call__(self, uri: str, roots: Mapping[str, Path]) -> Source: ...
 
 
-def open_source(uri: str, roots: Mapping[str, Path]) -> Source:
+def open_source(uri: str, roots: Mapping[str, Path], *, reader: str = "registry") -> Source:
     """The source that `uri` names; `roots` are the folders that `file://ROOT/…` may name. May block.
+
+    `reader` is what errors call the service that reads.
 
     Raises:
         InvalidArgument: the URI is malformed or its scheme unknown.
@@ -60,7 +62,14 @@ def open_source(uri: str, roots: Mapping[str, Path]) -> Source:
         raise InvalidArgument.of(URI_FIELD, f"{expected}, is {uri!r:.100}")
     found = entry_points(group=GROUP, name=match[1])
     if not found:
-        schemes = sorted(entry_points(group=GROUP).names)
-        raise InvalidArgument.of(URI_FIELD, f"no scheme {match[1]!r:.60}; there are {', '.join(schemes)}")
+        reads = _and([f"{scheme}://" for scheme in sorted(entry_points(group=GROUP).names)])
+        description = f"scheme {match[1]:.60}:// is not available; this {reader} reads {reads}"
+        raise InvalidArgument.of(URI_FIELD, description)
     resolver = cast(Resolver, next(iter(found)).load())
     return resolver(uri, roots)
+
+
+def _and(items: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    *first, last = items or ["nothing"]
+    return f"{', '.join(first)} and {last}" if first else last

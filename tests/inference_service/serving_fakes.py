@@ -117,6 +117,9 @@ class FakeEngine:
         self.error = EngineUnavailable("the engine is restarting", retry_after=1.0)
         self.gate.set()
 
+    def engine_down(self) -> None:
+        self.die()
+
     async def generate(self, spec: GenerateSpec) -> AsyncIterator[Started | PromptLogprobs | SequenceDelta]:
         self.specs.append(spec)
         self.num_open += 1
@@ -131,7 +134,8 @@ class FakeEngine:
                 await asyncio.sleep(0)
                 yield delta
             if self.error is None and spec.stop.max_tokens != 0:
-                await asyncio.Event().wait()
+                await self.down.wait()
+                raise self.error or EngineUnavailable("no engine")
         finally:
             self.num_open -= 1
             self.closed.set()
@@ -166,9 +170,16 @@ class FakeAdapters:
             raise AdapterNotFound(f"no adapter {reference}", metadata={"adapter": reference})
         return PreparedAdapter("namespaces/default/adapters/pirate/versions/2", DIGEST, 8, 5000)
 
-    async def drop(self, digest: str) -> None:
+    async def resolve(self, reference: str) -> str:
+        if reference not in ("default/pirate", "default/pirate@2", f"default/pirate@{DIGEST}"):
+            raise AdapterNotFound(f"no adapter {reference}", metadata={"adapter": reference})
+        return DIGEST
+
+    async def drop(self, digest: str) -> int:
         self.dropped.append(digest)
+        freed = sum(a.size_bytes for a in self.staged if a.digest == digest and a.level == "HOST")
         self.staged = [a for a in self.staged if not (a.digest == digest and a.level == "HOST")]
+        return freed
 
     async def list_staged(self) -> list[StagedAdapter]:
         return self.staged

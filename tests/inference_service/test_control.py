@@ -95,9 +95,28 @@ async def test_unload_by_any_name_frees_gpu_and_host(name: str) -> None:
     async with serving(engine, adapters) as (_, channel):
         stub = AdapterControlServiceStub(channel)
         answer = await stub.UnloadAdapter(control.UnloadAdapterRequest(adapter=name, force=True))
-    assert answer.freed_bytes == 5096
-    assert engine.calls == [("unload", DIGEST, True)]
-    assert adapters.dropped == [DIGEST]
+        again = await stub.UnloadAdapter(control.UnloadAdapterRequest(adapter=name))
+    assert (answer.freed_bytes, again.freed_bytes) == (5096, 0)
+    assert engine.calls == [("unload", DIGEST, True), ("unload", DIGEST, False)]
+    assert adapters.dropped == [DIGEST, DIGEST]
+    assert adapters.prepared == []
+
+
+@pytest.mark.parametrize(("on_device", "in_host", "freed"), [(0, 0, 0), (4096, 0, 4096), (0, 1000, 1000)])
+async def test_unload_counts_each_tier_by_itself(on_device: int, in_host: int, freed: int) -> None:
+    engine, adapters = FakeEngine(), FakeAdapters()
+    engine.resident = [ResidentAdapter(digest(1), 77, 8, False, 0)]
+    adapters.staged += [staged(1, "HOST")]
+    if on_device:
+        engine.resident.append(ResidentAdapter(DIGEST, on_device, 8, False, 0))
+    if in_host:
+        adapters.staged.append(StagedAdapter(VERSION, DIGEST, "HOST", 8, in_host))
+    async with serving(engine, adapters) as (_, channel):
+        stub = AdapterControlServiceStub(channel)
+        answer = await stub.UnloadAdapter(control.UnloadAdapterRequest(adapter="pirate"))
+    assert answer.freed_bytes == freed
+    assert [a.digest for a in engine.resident] == [digest(1)]
+    assert adapters.prepared == []
 
 
 @pytest.mark.parametrize("name", ["nobody", "pirate@3", digest(1), f"pirate@{digest(1)}", "others/pirate@2"])

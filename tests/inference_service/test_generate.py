@@ -392,6 +392,12 @@ async def test_drain_cuts_what_outlives_its_grace() -> None:
     engine = FakeEngine(saying("hello", end="never"))
     async with serving(engine) as (api, channel):
         call = InferenceServiceStub(channel).Generate(request())
-        await call.read()
-        await asyncio.wait_for(api.stop(0.2), 5)
+        await anext(aiter(call))
+        stopping = asyncio.create_task(api.stop(0.2))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [response async for response in call]
+        error = from_rpc_error(caught.value)
+        assert isinstance(error, EngineUnavailable)
+        assert error.message == "the replica is shutting down"
+        await asyncio.wait_for(stopping, 5)
         await asyncio.wait_for(engine.closed.wait(), 5)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from inference_service import __main__ as command
 from inference_service.adapters.config import AdapterProcessStart
 from inference_service.config import ApiStart, InferenceConfig, parse_size
 from inference_service.engine.config import EngineConfig
-from inference_service.launch import child_specs, find_base_model, make_run_folder
+from inference_service.launch import child_specs, find_base_model
 from shared.base_model import parse_config, tensor_shapes
 from shared.config import ConfigError, load
 from shared.errors import InvalidArgument
@@ -121,19 +122,6 @@ def test_half_precision_is_for_gpus(folder: Path) -> None:
     assert find_base_model(InferenceConfig(model=str(folder), device="cuda", dtype="float32")).dtype == "float32"
 
 
-def test_run_folders_are_private_and_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    long = tmp_path / ("x" * 90)
-    long.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(long))
-    folder = make_run_folder()
-    try:
-        assert len(str(folder)) < 60
-        assert folder.stat().st_mode & 0o777 == 0o700
-        assert list(long.iterdir()) == []
-    finally:
-        folder.rmdir()
-
-
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert command.main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -141,17 +129,27 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_what_prevents_a_start_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert error_of(capsys).startswith("error: model (default): has no default")
+    assert error_of(capsys) == "error: --model (not given): is required"
     assert "neither a folder nor a Hub id" in error_of(capsys, "--model", "/no/such")
-    assert "host_memory" in error_of(capsys, "--model", str(folder), "--host-memory", "99999999TiB")
-    assert "host_memory" in error_of(capsys, "--model", str(folder), "--host-memory", "0").replace("-", "_")
+    assert "error: --host-memory: " in error_of(capsys, "--model", str(folder), "--host-memory", "99999999TiB")
+    assert "error: --host-memory (flag): " in error_of(capsys, "--model", str(folder), "--host-memory", "0")
     assert "port 0" in error_of(capsys, "--model", str(folder), "--api-processes", "2", "--listen", "127.0.0.1:0")
-    assert "model_name" in error_of(capsys, "--model", str(folder), "--model-name", "A b")
+    assert "error: --model-name: " in error_of(capsys, "--model", str(folder), "--model-name", "A b")
     (folder / "config.json").write_text(json.dumps(raw_config(architectures=["GPTNeoForCausalLM"])))
     assert "GPTNeoForCausalLM" in error_of(capsys, "--model", str(folder))
     (folder / "config.json").write_text(json.dumps(raw_config()))
     (folder / "model.safetensors").unlink()
     assert "model.safetensors" in error_of(capsys, "--model", str(folder))
+
+
+def test_a_taken_port_is_told_before_anything_is_loaded(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        for more in ((), ("--api-processes", "2")):
+            line = error_of(capsys, "--model", str(folder), "--listen", listen, *more)
+            assert line == f"error: --listen: cannot listen on {listen}: address already in use"
 
 
 def test_an_engine_setting_that_is_wrong_is_named(folder: Path) -> None:

@@ -9,8 +9,21 @@ import torch
 from torch import Tensor
 
 from kernels import lora, reference
-from kernels.table import A_OFFSET, B_OFFSET, OFFSET_UNIT, RANK, SCALE, AdapterTable, Group, LoraRows, Segment
-from kernels.workloads import NAMES, Workload, random_table, workload
+from kernels.table import (
+    A_OFFSET,
+    B_OFFSET,
+    OFFSET_UNIT,
+    RANK,
+    SCALE,
+    AdapterTable,
+    Chunks,
+    Group,
+    LoraRows,
+    Segment,
+    chunk_list,
+    max_chunks,
+)
+from kernels.workloads import NAMES, Workload, chunks_of, random_table, workload
 
 triton = pytest.importorskip("triton")
 from kernels import bgmv, sgmv  # noqa: E402  the interpreter is chosen by conftest
@@ -32,11 +45,8 @@ def on_gpu(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.gpu)
 
 
-OPS = {
-    "bgmv": (bgmv, bgmv.bgmv_shrink, bgmv.bgmv_expand),
-    "sgmv": (sgmv, sgmv.sgmv_shrink, sgmv.sgmv_expand),
-    "reference": (reference, reference.bgmv_shrink, reference.bgmv_expand),
-}
+# By the rows of a chunk: bgmv takes one, sgmv sixteen or many.
+KERNELS = {"bgmv": 1, "sgmv-16": 16, "sgmv-64": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -73,10 +83,17 @@ class Case:
         self.row_slots = torch.tensor(load.row_slots, dtype=torch.int32, device=device)
 
     def run(self, op: str) -> Tensor:
-        _, shrink, expand = OPS[op]
+        if op == "reference":
+            y = self.y.clone()
+            v = reference.bgmv_shrink(self.x, self.table, LAYER, self.group, self.row_slots)
+            reference.bgmv_expand(y, v, self.table, LAYER, self.group, self.row_slots)
+            return y
+        return self.run_chunks(chunks_of(self.load, KERNELS[op], str(self.x.device)))
+
+    def run_chunks(self, chunks: Chunks) -> Tensor:
         y = self.y.clone()
-        v = shrink(self.x, self.table, LAYER, self.group, self.row_slots)
-        expand(y, v, self.table, LAYER, self.group, self.row_slots)
+        v = lora.shrink(self.x, self.table, LAYER, self.group, chunks)
+        lora.expand(y, v, self.table, LAYER, self.group, chunks)
         return y
 
     def add(self) -> Tensor:
@@ -136,7 +153,7 @@ def test_reference_is_right(name: str, rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", INTERPRETED_ROWS)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("op", ["bgmv", "sgmv"])
+@pytest.mark.parametrize("op", list(KERNELS))
 def test_interpreted_kernels_are_right(op: str, name: str, rows: int, dtype: torch.dtype) -> None:
     group = GROUPS[(INTERPRETED_ROWS.index(rows) + NAMES.index(name)) % len(GROUPS)]
     case = Case(workload(name, rows), group, dtype)
@@ -144,7 +161,7 @@ def test_interpreted_kernels_are_right(op: str, name: str, rows: int, dtype: tor
 
 
 @pytest.mark.skipif(HAS_GPU, reason="covered by the same test on the GPU")
-@pytest.mark.parametrize(("op", "rows"), [("bgmv", 33), ("sgmv", 133)])
+@pytest.mark.parametrize(("op", "rows"), [("bgmv", 33), ("sgmv-16", 133), ("sgmv-64", 133)])
 def test_interpreted_kernels_on_many_rows(op: str, rows: int) -> None:
     case = Case(workload("mixed-rank", rows), O_PROJ, torch.float32)
     assert_close(case.run(op), case.expected(), torch.float32)
@@ -154,7 +171,7 @@ def test_interpreted_kernels_on_many_rows(op: str, rows: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("op", ["bgmv", "sgmv"])
+@pytest.mark.parametrize("op", list(KERNELS))
 def test_kernels_are_right_on_the_gpu(op: str, name: str, rows: int, dtype: torch.dtype) -> None:
     for group in GROUPS:
         case = Case(workload(name, rows), group, dtype, "cuda")
@@ -164,7 +181,7 @@ def test_kernels_are_right_on_the_gpu(op: str, name: str, rows: int, dtype: torc
 
 @pytest.mark.parametrize("rows", [33, 133])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("op", "device"), [("reference", "cpu"), on_gpu("bgmv", "cuda"), on_gpu("sgmv", "cuda")])
+@pytest.mark.parametrize(("op", "device"), [("reference", "cpu"), *(on_gpu(op, "cuda") for op in KERNELS)])
 def test_bfloat16_is_no_worse_than_plain_pytorch(op: str, device: str, name: str, rows: int) -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     for group in GROUPS:
@@ -179,21 +196,88 @@ DEVICES = ["cpu", on_gpu("cuda")]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("op", ["bgmv", "sgmv"])
+@pytest.mark.parametrize("op", list(KERNELS))
 def test_a_row_depends_on_no_other_row(op: str, device: str) -> None:
+    """The first row of a bucket keeps its bits whatever the others are, and whichever share its adapter."""
     if device == "cpu" and HAS_GPU:
         pytest.skip("the interpreter is off")
-    case = Case(workload("mixed-rank", 7), QKV, torch.float32, device)
-    together = case.run(op)
-    case.x[1:] = float("nan")
-    assert torch.equal(case.run(op)[0], together[0])
-    alone = Case(workload("mixed-rank", 7), QKV, torch.float32, device)
-    alone.x, alone.y, alone.row_slots = alone.x[:1], alone.y[:1], alone.row_slots[:1]
-    assert torch.equal(alone.run(op)[0], together[0])
+    bucket = 129 if device == "cuda" else 9
+    mixed = workload("mixed-rank", bucket)._replace(row_slots=tuple(sorted(1 + row % 3 for row in range(bucket))))
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    alone = Case(mixed, QKV, dtype, device)
+    room = chunks_of(mixed, KERNELS[op]).list.shape[0] + bucket
+    expected = None
+    for rows in (1, 2, 31, 32, 33, 127, 128, 129) if device == "cuda" else (1, 2, 9):
+        segments = [Segment(1, 0, 1), Segment(2, 1, rows)] if rows % 2 else [Segment(1, 0, rows)]
+        listed = chunk_list([each for each in segments if each.start < each.end], KERNELS[op], room, bucket)
+        alone.x[1:].normal_()
+        got = alone.run_chunks(Chunks(torch.from_numpy(listed).to(device), KERNELS[op]))[0]
+        expected = got if expected is None else expected
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", list(KERNELS))
+def test_a_graph_replays_with_another_work_list(op: str) -> None:
+    cases = [Case(workload(name, 33), QKV, torch.bfloat16, "cuda") for name in ("distinct", "uniform", "skewed")]
+    room = 33 + 33
+    lists = [torch.from_numpy(chunk_list(case.load.segments(), KERNELS[op], room, 33)).to("cuda") for case in cases]
+    static, table = cases[0], random_table([16] * 64, [QKV], 2, torch.bfloat16, "cuda")
+    for case in cases:
+        case.table = table
+    chunks = Chunks(lists[0].clone(), KERNELS[op])
+    static.run_chunks(chunks)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = static.run_chunks(chunks)
+    for case, listed in zip(cases, lists, strict=True):
+        static.x.copy_(case.x)
+        static.y.copy_(case.y)
+        chunks.list.copy_(listed)
+        graph.replay()
+        assert torch.equal(y, case.run_chunks(Chunks(listed, KERNELS[op])))
+        assert_close(y, case.expected(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("op", ["bgmv", "sgmv", "reference"])
+@pytest.mark.parametrize("op", list(KERNELS))
+def test_every_rank(op: str, device: str) -> None:
+    if device == "cpu" and HAS_GPU:
+        pytest.skip("the interpreter is off")
+    ranks = (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 200, 511, 512)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for group in (GATE_UP, O_PROJ) if device == "cuda" else (O_PROJ,):
+        case = Case(Workload(ranks, tuple(range(len(ranks)))), group, dtype, device)
+        assert_close(case.run(op), case.expected(), dtype)
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 4, 16])
+def test_chunks_cover_every_row_once(rows_per_chunk: int) -> None:
+    for name in NAMES:
+        for rows in ROWS:
+            load = workload(name, rows)
+            room = max_chunks(rows + 2, len(set(load.row_slots)), rows_per_chunk)
+            slots: list[int | None] = [None] * (rows + 2)
+            for slot, first, count, _ in chunk_list(load.segments(), rows_per_chunk, room, rows + 2).tolist():
+                assert count <= rows_per_chunk
+                for row in range(first, first + count):
+                    assert slots[row] is None
+                    slots[row] = slot
+            assert slots == [*load.row_slots, -1, -1]
+
+
+def test_too_many_chunks() -> None:
+    with pytest.raises(ValueError, match="3 chunks do not fit in 2"):
+        chunk_list([Segment(0, 0, 33)], 16, 2, 33)
+
+
+def test_no_rows_take_no_chunks() -> None:
+    assert chunk_list([], 16, 2, 0).tolist() == [[-1, 0, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", [*KERNELS, "reference"])
 def test_base_rows_and_unadapted_modules_keep_their_bits(op: str, device: str) -> None:
     if device == "cpu" and HAS_GPU and op != "reference":
         pytest.skip("the interpreter is off")
@@ -208,18 +292,6 @@ def test_base_rows_and_unadapted_modules_keep_their_bits(op: str, device: str) -
     assert torch.equal(y[:, 133:166], case.y[:, 133:166])
     assert not torch.equal(y[~base][:, 166:], case.y[~base][:, 166:])
     assert_close(y[~base], case.expected()[~base.cpu().numpy()], torch.float16)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("op", ["bgmv", "sgmv"])
-def test_rows_in_any_order(op: str, device: str) -> None:
-    if device == "cpu" and HAS_GPU:
-        pytest.skip("the interpreter is off")
-    load = workload("mixed-rank", 7)
-    case = Case(load._replace(row_slots=tuple(load.row_slots[i] for i in (6, 0, 3, 5, 1, 4, 2))), QKV, torch.float32)
-    if device == "cuda":
-        case = Case(case.load, QKV, torch.float32, device)
-    assert_close(case.run(op), case.expected(), torch.float32)
 
 
 def test_gaps_between_a_blocks_are_not_assumed_away() -> None:
@@ -254,34 +326,37 @@ def test_the_number_of_threads_is_restored() -> None:
 def test_the_door_on_a_cpu() -> None:
     case = Case(workload("mixed-rank", 33), QKV, torch.float32)
     y = case.y.clone()
-    lora.add_lora(y, case.x, case.table, LAYER, QKV, LoraRows(case.load.segments(), None, 33))
+    lora.add_lora(y, case.x, case.table, LAYER, QKV, LoraRows(case.load.segments(), None))
     assert_close(y, case.expected(), torch.float32)
-    lora.add_lora(y, case.x, case.table, LAYER, QKV, LoraRows((), None, 33))
+    lora.add_lora(y, case.x, case.table, LAYER, QKV, LoraRows((), None))
     assert_close(y, case.expected(), torch.float32)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_decodes", [0, 1, 17, 33])
-def test_the_door_on_a_gpu(num_decodes: int) -> None:
+def test_the_door_on_a_gpu() -> None:
     for group in GROUPS:
-        case = Case(workload("mixed-rank", 33), group, torch.bfloat16, "cuda")
-        y = case.y.clone()
-        rows = LoraRows(case.load.segments(), case.row_slots, num_decodes)
-        lora.add_lora(y, case.x, case.table, LAYER, group, rows)
-        assert_close(y, case.expected(), torch.bfloat16)
+        for size in KERNELS.values():
+            case = Case(workload("mixed-rank", 33), group, torch.bfloat16, "cuda")
+            y = case.y.clone()
+            rows = LoraRows(case.load.segments(), chunks_of(case.load, size, "cuda"))
+            lora.add_lora(y, case.x, case.table, LAYER, group, rows)
+            assert_close(y, case.expected(), torch.bfloat16)
 
 
 @pytest.mark.gpu
-def test_no_count_compiles_again() -> None:
-    from kernels.bgmv import _expand, _shrink
+@pytest.mark.parametrize("op", list(KERNELS))
+def test_no_count_compiles_again(op: str) -> None:
+    kernels = (bgmv._expand, bgmv._shrink, sgmv._expand, sgmv._shrink)
 
     def compiled() -> int:
-        return sum(len(cache[0]) for kernel in (_shrink, _expand) for cache in kernel.device_caches.values())
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
+    table = random_table([16] * 64, [GATE_UP], 2, torch.bfloat16, "cuda")
     for first in (True, False):
-        for rows in (1, 2, 16, 33) if first else (1, 3, 5, 32, 48):
+        for rows in (1, 2, 16, 33, 64) if first else (1, 3, 5, 32, 48):
             case = Case(workload("distinct", rows), GATE_UP, torch.bfloat16, "cuda")
-            case.run("bgmv")
+            case.table = table
+            case.run(op)
         if first:
             before = compiled()
     assert compiled() == before

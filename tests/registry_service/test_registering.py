@@ -128,8 +128,20 @@ async def test_base_model_rules(registry, folders, tiny):
 async def test_another_base_model_name_in_the_files_only_warns(registry, folders):
     answer = await registry.register(uri=folders.write(config={"base_model_name_or_path": "Some/Other"}))
     assert "Some/Other" in answer.version.warnings[0]
-    answer = await registry.register(uri=folders.write(config={"base_model_name_or_path": "/data/Tiny"}))
-    assert not answer.version.warnings
+    for name in ("/data/Tiny", "/data/Tiny/", "SomeOrg/Tiny", "tiny", "../models/tiny"):
+        answer = await registry.register(uri=folders.write(config={"base_model_name_or_path": name}))
+        assert not answer.version.warnings, name
+    for name in ("SomeOrg/Tiny-Instruct", "tiny/other", "notiny"):
+        answer = await registry.register(uri=folders.write(config={"base_model_name_or_path": name}))
+        assert name in answer.version.warnings[0]
+
+
+async def test_a_base_model_may_be_named_without_its_publisher(registry, folders, tiny):
+    await registry("RegisterBaseModel", id="someorg--tiny", config_json=json.dumps(tiny))
+    for name, num_warnings in (("SomeOrg/Tiny", 0), ("/models/Tiny", 0), ("Another/Tiny", 0), ("SomeOrg/Other", 1)):
+        uri = folders.write(config={"base_model_name_or_path": name})
+        answer = await registry.register("b", uri=uri, base_model="someorg--tiny")
+        assert len(answer.version.warnings) == num_warnings, name
 
 
 async def test_a_failed_registration_leaves_nothing(registry, folders):

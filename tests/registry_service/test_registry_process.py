@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -11,8 +12,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from registry_service.__main__ import main
 from registry_service.config import RegistryConfig
 from registry_service.server import SERVICE, start
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was(monkeypatch):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
+    monkeypatch.setattr(root, "level", root.level)
 
 
 def run(*arguments, **names):
@@ -54,9 +63,48 @@ def test_it_serves_until_a_signal(tmp_path, signum):
 def test_wrong_settings_are_told_together(tmp_path):
     process = run("--database", "mysql://x", "--file-root", "main", env={"LORAPLEX_REGISTRY_NOSUCH": "1"})
     _, err = process.communicate(timeout=20)
-    assert process.returncode == 1
-    message = json.loads(err.splitlines()[-1])["message"]
-    assert all(key in message for key in ("database", "file-root", "LORAPLEX_REGISTRY_NOSUCH"))
+    assert process.returncode == 2
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert all(key in line for key in ("--database (flag)", "--file-root (flag)", "LORAPLEX_REGISTRY_NOSUCH"))
+    assert "--file-roots" not in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--listen", "nowhere"], "error: --listen (flag): expected HOST:PORT, is 'nowhere'\n"),
+        (["--file-root", "a=/no/such"], "error: --file-root: no such folder: a=/no/such\n"),
+        (["--lisen", "x"], "loraplex registry: error: unrecognized arguments: --lisen x\n"),
+        (["serve", "--lisen", "x"], "loraplex registry serve: error: unrecognized arguments: --lisen x\n"),
+        (["migrat"], "loraplex registry: error: unrecognized arguments: migrat\n"),
+        (["migrate", "--listen", "x"], "loraplex registry migrate: error: unrecognized arguments: --listen x\n"),
+    ],
+)
+def test_what_is_wrong_is_said_as_it_was_typed(arguments, said, capsys):
+    try:
+        status = main(arguments)
+    except SystemExit as end:  # of argparse
+        status = end.code
+    assert status == 2
+    assert capsys.readouterr().err.endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [([], "registry migrate"), (["serve"], "--listen"), (["migrate"], "schema")]
+)
+def test_every_command_describes_itself(arguments, said, capsys):
+    with pytest.raises(SystemExit):
+        main([*arguments, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert said in text
+    assert ("--listen" in text) == (arguments != ["migrate"])
+
+
+def test_a_database_that_cannot_be_used_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["--database", f"sqlite:///{tmp_path}/file/r.db"]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_migrate(make_postgres):
@@ -64,6 +112,7 @@ def test_migrate(make_postgres):
     process = run("--listen", "127.0.0.1:0", "--database", url)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
+    assert err.splitlines()[-1].startswith("error: the database is without tables")
     assert "loraplex registry migrate" in err
     process = run("migrate", "--database", url)
     process.communicate(timeout=20)
@@ -76,5 +125,6 @@ async def test_a_taken_port(tmp_path):
     process = run("--listen", f"127.0.0.1:{server.port}", "--database", config.database)
     _, err = await asyncio.to_thread(process.communicate, timeout=20)
     await server.stop()
-    assert process.returncode == 1
-    assert "in use" in err
+    assert process.returncode == 2
+    (line,) = (line for line in err.splitlines() if not line.startswith("{"))
+    assert line == f"error: --listen: cannot listen on 127.0.0.1:{server.port}: address already in use"

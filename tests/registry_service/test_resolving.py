@@ -4,12 +4,16 @@ import asyncio
 
 import grpc
 import pytest
+from sqlalchemy import select
 
 from loraplex.registry.v1 import registry_pb2
+from registry_service.models import Change
 from shared.errors import (
+    AdapterDeleted,
     AdapterNotFound,
     BaseModelMismatch,
     EtagMismatch,
+    FailedPrecondition,
     InvalidArgument,
     RegistryUnavailable,
     Unimplemented,
@@ -148,6 +152,51 @@ async def test_a_deleted_adapter_is_gone_but_not_forgotten(registry, two_version
     await registry.refused(AdapterNotFound, "DeleteAdapter", name="nosuch")
 
 
+async def test_an_undeleted_adapter_is_as_it_was(registry, running, two_versions):
+    before = await registry("GetAdapter", name="a")
+    deleted = await registry("DeleteAdapter", name="a")
+    answer = await registry("UndeleteAdapter", name="namespaces/default/adapters/a")
+    assert answer.registry_revision == deleted.registry_revision + 1 == await registry.revision()
+    assert not answer.adapter.HasField("delete_time")
+    assert answer.adapter.etag not in (before.etag, deleted.adapter.etag)
+    for field in ("uid", "aliases", "latest_version", "default_alias", "labels", "create_time"):
+        assert getattr(answer.adapter, field) == getattr(before, field), field
+    assert await registry("GetAdapter", name="a") == answer.adapter
+    assert list((await registry("ListAdapters")).adapters) == [answer.adapter]
+    first, second = two_versions
+    for reference, version in (("a", second), ("a@1", first), ("a@prod", first), (f"a@{second.digest}", second)):
+        found = await registry.resolve(reference, min_revision=answer.registry_revision)
+        assert found.version == version
+    changes = await running.database.read(lambda session: _changes(session))
+    assert changes[-2:] == [(deleted.registry_revision, "DELETE"), (answer.registry_revision, "UPSERT")]
+
+
+async def _changes(session):
+    rows = await session.execute(select(Change.revision, Change.kind).order_by(Change.revision))
+    return [tuple(row) for row in rows]
+
+
+async def test_what_cannot_be_undeleted(registry, two_versions):
+    revision = await registry.revision()
+    error = await registry.refused(FailedPrecondition, "UndeleteAdapter", name="a")
+    assert error.message == "adapter namespaces/default/adapters/a is not deleted"
+    assert error.metadata == {"adapter": "namespaces/default/adapters/a"}
+    await registry.refused(AdapterNotFound, "UndeleteAdapter", name="nosuch")
+    await registry.refused(AdapterNotFound, "UndeleteAdapter", name="other/a")
+    assert (await registry.refused(InvalidArgument, "UndeleteAdapter", name="a@1")).violations[0].field == "name"
+    assert await registry.revision() == revision
+
+
+async def test_an_undeleted_adapter_takes_versions_again(registry, folders, two_versions):
+    await registry("DeleteAdapter", name="a")
+    source = {"uri": folders.write("v3", seed=3)}
+    error = await registry.refused(AdapterDeleted, "RegisterAdapter", adapter_id="a", source=source, base_model="tiny")
+    assert "UndeleteAdapter" in error.message
+    await registry("UndeleteAdapter", name="a")
+    assert (await registry("RegisterAdapter", adapter_id="a", source=source)).version.name.endswith("/versions/3")
+    assert (await registry.resolve("a@prod")).version == two_versions[0]
+
+
 # ---- versions
 
 
@@ -234,7 +283,7 @@ async def test_what_is_not_built_says_so(registry):
     await registry.refused(Unimplemented, "ListAdapters", filter='base_model = "x"')
     await registry.refused(Unimplemented, "ListAdapters", order_by="name")
     for rpc in (
-        "UpdateAdapter", "UndeleteAdapter", "DeleteAdapterVersion", "DeleteAdapterAlias", "ReportReplicaState",
+        "UpdateAdapter", "DeleteAdapterVersion", "DeleteAdapterAlias", "ReportReplicaState",
         "ListReplicas",
     ):  # fmt: skip
         assert rpc in (await registry.refused(Unimplemented, rpc)).message

@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from shared.config import ConfigError, load, options
+from shared.config import ConfigError, is_address, load, options
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def test_all_wrong_keys_and_values_are_told_at_once(tmp_path):
         ("LORAPLEX_TEST_GRACE", "expected a number"),
         ("LORAPLEX_TEST_NOSUCH", "no such setting"),
         ("--device", "expected one of cpu"),
-        ("--file-roots", "expected NAME=VALUE"),
+        ("--file-root", "expected NAME=VALUE"),
         ("--workers", "expected at least 1"),
     }
     assert {problem.origin for problem in caught.value.problems} == {
@@ -135,8 +135,12 @@ def test_a_setting_without_default_must_be_given():
     class Needy:
         model: str
 
-    with pytest.raises(ConfigError, match="model"):
-        load(Needy, toml=None, env={}, prefix="X_", flags={})
+    with pytest.raises(ConfigError) as caught:
+        load(Needy, toml=None, env={"X_NOSUCH": "1"}, prefix="X_", flags={})
+    assert (
+        str(caught.value)
+        == "X_NOSUCH (environment): no such setting; there are model; --model (not given): is required"
+    )
     assert load(Needy, toml=None, env={"X_MODEL": "m"}, prefix="X_", flags={}) == Needy("m")
 
 
@@ -150,3 +154,13 @@ def test_options_describe_a_command_line():
     assert by_name["device"].choices == ("cpu", "cuda")
     assert by_name["limit"].kind is int
     assert by_name["names"].repeated
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:0", "localhost:65535", "[::]:50051", "unix:/run/x.sock"])
+def test_addresses(text):
+    assert is_address(text) is None
+
+
+@pytest.mark.parametrize("text", ["", "nowhere", ":1", "host:", "host:x", "host:-1", "host:65536"])
+def test_what_is_no_address(text):
+    assert is_address(text) == "HOST:PORT"

@@ -88,7 +88,7 @@ class LoadAdapterRequest(_message.Message):
     WAIT_FIELD_NUMBER: _builtins.int
     reference: _builtins.str
     pinned: _builtins.bool
-    """Never evicted until unloaded. A pin belongs to the digest."""
+    """Never evicted until unloaded. A pin belongs to the digest; a load without it leaves it as it is."""
     wait: _builtins.bool
     """Return only when it is ready to serve."""
     def __init__(
@@ -156,6 +156,7 @@ class UnloadAdapterResponse(_message.Message):
 
     FREED_BYTES_FIELD_NUMBER: _builtins.int
     freed_bytes: _builtins.int
+    """On the device and in host memory. The files stay on disk."""
     def __init__(
         self,
         *,

@@ -63,7 +63,7 @@ class AdapterControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Drains, and returns when the memory is free.
+        """Drains, and returns when the memory is free. What is not in memory is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

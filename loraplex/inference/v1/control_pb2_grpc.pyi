@@ -18,7 +18,7 @@ class AdapterControlServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.LoadAdapterRequest, _control_pb2.LoadAdapterResponse]
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.UnloadAdapterRequest, _control_pb2.UnloadAdapterResponse]
-    """Drains, and returns when the memory is free."""
+    """Drains, and returns when the memory is free. What is not in memory is no error."""
     ListLoadedAdapters: _aio.UnaryUnaryMultiCallable[_control_pb2.ListLoadedAdaptersRequest, _control_pb2.ListLoadedAdaptersResponse]
 
 class AdapterControlServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -37,7 +37,7 @@ class AdapterControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.UnloadAdapterRequest,
         context: _aio.ServicerContext[_control_pb2.UnloadAdapterRequest, _abc.Awaitable[_control_pb2.UnloadAdapterResponse]],
     ) -> _abc.Awaitable[_control_pb2.UnloadAdapterResponse]:
-        """Drains, and returns when the memory is free."""
+        """Drains, and returns when the memory is free. What is not in memory is no error."""
 
     @_abc_1.abstractmethod
     def ListLoadedAdapters(

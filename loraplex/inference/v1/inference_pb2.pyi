@@ -306,7 +306,7 @@ class Stop(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Unset: to the end of the context. 0: only score the prompt."""
+    """Unset or beyond the context: to its end. 0: only score the prompt."""
     min_tokens: _builtins.int
     """No end of sequence and no stop token before."""
     ignore_eos: _builtins.bool

@@ -179,7 +179,8 @@ class AdapterRegistryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UndeleteAdapter(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """With the versions and aliases that it had. FAILED_PRECONDITION if it is not deleted.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

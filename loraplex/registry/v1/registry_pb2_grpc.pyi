@@ -29,6 +29,7 @@ class AdapterRegistryServiceStub:
     DeleteAdapter: _aio.UnaryUnaryMultiCallable[_registry_pb2.DeleteAdapterRequest, _registry_pb2.DeleteAdapterResponse]
     """Soft: kept until purge_time."""
     UndeleteAdapter: _aio.UnaryUnaryMultiCallable[_registry_pb2.UndeleteAdapterRequest, _registry_pb2.UndeleteAdapterResponse]
+    """With the versions and aliases that it had. FAILED_PRECONDITION if it is not deleted."""
     GetAdapterVersion: _aio.UnaryUnaryMultiCallable[_registry_pb2.GetAdapterVersionRequest, _resources_pb2.AdapterVersion]
     ListAdapterVersions: _aio.UnaryUnaryMultiCallable[_registry_pb2.ListAdapterVersionsRequest, _registry_pb2.ListAdapterVersionsResponse]
     DeleteAdapterVersion: _aio.UnaryUnaryMultiCallable[_registry_pb2.DeleteAdapterVersionRequest, _registry_pb2.DeleteAdapterVersionResponse]
@@ -105,7 +106,8 @@ class AdapterRegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _registry_pb2.UndeleteAdapterRequest,
         context: _aio.ServicerContext[_registry_pb2.UndeleteAdapterRequest, _abc.Awaitable[_registry_pb2.UndeleteAdapterResponse]],
-    ) -> _abc.Awaitable[_registry_pb2.UndeleteAdapterResponse]: ...
+    ) -> _abc.Awaitable[_registry_pb2.UndeleteAdapterResponse]:
+        """With the versions and aliases that it had. FAILED_PRECONDITION if it is not deleted."""
 
     @_abc_1.abstractmethod
     def GetAdapterVersion(

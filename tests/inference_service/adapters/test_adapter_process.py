@@ -211,6 +211,33 @@ async def test_from_a_reference_to_a_blob_that_the_engine_reads(registry: FakeRe
     assert list((replica.folder / "cache" / "work").iterdir()) == []
 
 
+async def test_resolve_fetches_nothing_and_drop_says_what_it_frees(registry: FakeRegistry, replica: _Replica) -> None:
+    digest = _add(replica.folder, registry, "a")
+    registry.add("default/a@1", version_of(replica.folder / "root" / "a"), ttl=0.01)
+    assert await replica.client.resolve("default/a") == digest
+    assert await replica.client.list_staged() == []
+    assert await replica.client.drop(digest) == 0
+    assert list((replica.folder / "cache" / "sha256").iterdir()) == []
+    prepared = await replica.client.prepare("default/a@1")
+    assert await replica.client.drop(digest) == prepared.size_bytes > 0
+    assert await replica.client.drop(digest) == 0
+    with pytest.raises(AdapterNotFound):
+        await replica.client.resolve("default/b")
+
+
+async def test_a_version_that_is_deleted_at_the_registry_keeps_its_meaning_here(
+    registry: FakeRegistry, replica: _Replica
+) -> None:
+    digest = _add(replica.folder, registry, "a")
+    await replica.client.prepare("default/a")
+    registry.answers.clear()
+    assert await replica.client.resolve("default/a@1") == digest
+    assert await replica.client.resolve(f"default/a@{digest}") == digest
+    for reference in ("default/a@2", "default/b@1", f"default/b@{digest}", "other/a@1", "default/a@prod"):
+        with pytest.raises(AdapterNotFound):
+            await replica.client.resolve(reference)
+
+
 async def test_two_references_to_one_digest_are_one_fetch(registry: FakeRegistry, replica: _Replica) -> None:
     digest = _add(replica.folder, registry, "a")
     registry.add("default/b@prod", version_of(replica.folder / "root" / "a", "b"), alias="prod")

@@ -4,12 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import grpc
 import pytest
 from google.rpc import status_pb2
 
 from inference_service.adapters.registry_client import BaseModelFacts, RegistryClient
 from inference_service.adapters.resolution import ResolvedVersion
+from loraplex.registry.v1.registry_pb2_grpc import add_AdapterRegistryServiceServicer_to_server
 from shared.errors import AdapterNotFound, BaseModelConflict, BaseModelMismatch, Internal, RegistryUnavailable
+from shared.grpc_server import create_server
 from tests.inference_service.adapters.fake_registry import FakeRegistry
 from tests.inference_service.adapters.small_adapters import BASE_MODEL, version_of, write_adapter
 
@@ -207,3 +210,22 @@ async def test_a_refused_base_model_is_a_state(
     await _eventually(has_state)
     assert ("tiny" in caplog.text) == (state != "unreachable")
     task.cancel()
+
+
+async def test_an_idle_connection_outlives_its_pings(version: ResolvedVersion) -> None:
+    """gRPC pings at most once a second, and by default a server ends a connection at the third ping."""
+    fake = FakeRegistry()
+    fake.add("default/a", version)
+    bound = await create_server(
+        "127.0.0.1:0", lambda server: add_AdapterRegistryServiceServicer_to_server(fake, server), []
+    )
+    await bound.server.start()
+    client = RegistryClient(f"127.0.0.1:{bound.port}", BASE_MODEL, keepalive=0.2)
+    await client.resolve("default/a")
+    channel = client._channel
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(4.0):
+            await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+    assert channel.get_state() is grpc.ChannelConnectivity.READY
+    await client.close()
+    await bound.server.stop(None)

@@ -4,7 +4,7 @@ from inference_service.engine.blocks import BlockAllocator
 from inference_service.engine.config import EngineLimits
 from inference_service.engine.engine import Engine
 from inference_service.engine.scheduler import Scheduler
-from inference_service.engine.step import StepResult
+from inference_service.engine.step import Computed, StepResult
 from inference_service.lora.adapter import AdapterState
 from inference_service.lora.slots import Handle
 from inference_service.types import GenerateSpec, Sampling, Stop, TokenLogprobs
@@ -15,37 +15,46 @@ def next_token(token_ids, index, vocab_size=97):
     return (sum((i + 1) * t for i, t in enumerate(token_ids)) + 31 * index) % vocab_size
 
 
+def known_tokens(chunk):
+    """Read or not: what the device has when the chunk runs."""
+    sequence = chunk.sequence
+    tokens = list(sequence.token_ids)
+    for _ in range(sequence.num_pending - chunk.samples):
+        tokens.append(next_token(tokens, sequence.index))
+    return tokens
+
+
 class FakeRunner:
     """Checks what a real model relies on: every position's K,V was written once, from the same tokens, before use."""
 
     vocab_size = 97
     eos_ids = ()
 
-    def __init__(self, block_size):
+    def __init__(self, block_size, looks_ahead=False):
         self.block_size = block_size
+        self.looks_ahead = looks_ahead
         self.cells = {}  # (block, offset) -> tokens up to there
         self.steps, self.slots = [], []
         self.explode = False
 
-    def execute(self, schedule):
+    def launch(self, schedule):
         if self.explode:
             raise RuntimeError("boom")
         self.steps.append(schedule)
         self.slots.append([chunk.sequence.slot for chunk in schedule.chunks])
         assert all(chunk.length == 1 for chunk in schedule.chunks[: schedule.num_decodes])
         for chunk in schedule.chunks:
-            tokens = chunk.sequence.token_ids
+            tokens = known_tokens(chunk)
             for position in range(max(chunk.start, chunk.sequence.num_cached), chunk.start + chunk.length):
                 self.cells[self._cell(chunk, position)] = tokens[: position + 1]
         for chunk in schedule.chunks:
             for position in range(chunk.start + chunk.length):
-                assert self.cells[self._cell(chunk, position)] == chunk.sequence.token_ids[: position + 1]
-        sampling = [c.sequence for c in schedule.chunks if c.samples]
-        ids = [next_token(s.token_ids, s.index) for s in sampling]
+                assert self.cells[self._cell(chunk, position)] == known_tokens(chunk)[: position + 1]
+        ids = [next_token(known_tokens(c), c.sequence.index) for c in schedule.chunks if c.samples]
         scores = [
             [TokenLogprobs(c.sequence.token_ids[p + 1], -float(p)) for p in c.scored_positions] for c in schedule.chunks
         ]
-        return StepResult(ids, [None] * len(ids), scores)
+        return Computed(StepResult(ids, [None] * len(ids), scores))
 
     def _cell(self, chunk, position):
         return chunk.sequence.blocks[position // self.block_size], position % self.block_size
@@ -92,7 +101,15 @@ class FakeAdapters:
 
 
 def build_engine(
-    *, num_blocks=16, block_size=4, max_num_seqs=4, budget=8, max_model_len=64, max_queue=64, prefix_caching=True
+    *,
+    num_blocks=16,
+    block_size=4,
+    max_num_seqs=4,
+    budget=8,
+    max_model_len=64,
+    max_queue=64,
+    prefix_caching=True,
+    looks_ahead=False,
 ):
     limits = EngineLimits(
         max_model_len=min(max_model_len, num_blocks * block_size),
@@ -101,7 +118,7 @@ def build_engine(
         max_queue=max_queue,
     )
     blocks = BlockAllocator(num_blocks, block_size, prefix_caching)
-    return Engine(FakeRunner(block_size), Scheduler(limits, blocks, FakeAdapters()), "weights")
+    return Engine(FakeRunner(block_size, looks_ahead), Scheduler(limits, blocks, FakeAdapters()), "weights")
 
 
 def spec(request_id, prompt, max_tokens=4, *, n=1, adapter=None, stop=None, **more):

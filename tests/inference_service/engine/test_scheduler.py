@@ -293,11 +293,20 @@ requests = st.lists(
 
 
 @settings(max_examples=120, deadline=None)
-@given(requests, st.integers(9, 14), st.integers(3, 12), st.booleans())
-def test_any_traffic_keeps_the_invariants(arrivals, num_blocks, budget, prefix_caching):
+@given(
+    requests,
+    st.integers(9, 14),
+    st.integers(3, 12),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([(), range(0, 97, 9)]),
+)
+def test_any_traffic_keeps_the_invariants(arrivals, num_blocks, budget, prefix_caching, looks_ahead, eos_ids):
     engine = build_engine(
-        num_blocks=num_blocks, max_num_seqs=3, budget=budget, max_model_len=36, prefix_caching=prefix_caching
-    )
+        num_blocks=num_blocks, max_num_seqs=3, budget=budget, max_model_len=36, prefix_caching=prefix_caching,
+        looks_ahead=looks_ahead,
+    )  # fmt: skip
+    engine.runner.eos_ids = tuple(eos_ids)
     engine.scheduler.adapters.num_slots = 2
     heard, aborted = Heard(), set()
     for step in range(1500):
@@ -324,8 +333,10 @@ def test_any_traffic_keeps_the_invariants(arrivals, num_blocks, budget, prefix_c
     for number, (_, prompt, max_tokens, n, *_) in enumerate(arrivals):
         for index in range(n):
             expected = expected_tokens(prompt, min(max_tokens, 36 - len(prompt)), index)
+            end = next((i for i, token in enumerate(expected, 1) if token in eos_ids), None)
+            expected = expected[:end]
             got = heard.tokens.get((f"r{number}", index), [])
             assert got == expected[: len(got)]
             if f"r{number}" not in aborted:
                 assert got == expected
-                assert heard.reasons[f"r{number}", index] == "length"
+                assert heard.reasons[f"r{number}", index] == ("stop" if end else "length")

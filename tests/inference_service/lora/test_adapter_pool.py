@@ -222,7 +222,8 @@ def test_everything_pinned(bench: Bench) -> None:
     error = bench.pool.error("b")
     assert isinstance(error, AdapterMemory)
     assert error.retry_after == 5.0
-    bench.pool.load("a", pinned=False)
+    bench.pool.begin_unload("a")
+    bench.ready("a", 4)
     bench.now += 5
     bench.ready("b", 1)
     assert bench.pool.state("a") is None
@@ -241,6 +242,26 @@ def test_a_pin_waits_with_the_load_and_belongs_to_the_digest(bench: Bench) -> No
     bench.ready("b")
     bench.ready("c")
     assert bench.pool.state("a") is READY
+
+
+def test_a_pin_ends_by_unload_only(bench: Bench) -> None:
+    bench.ready("a", 4, pinned=True)
+    bench.pool.load("a", pinned=False)
+    assert bench.pool.residents()[0].pinned
+    bench.pool.require("b")
+    bench.answer("b", 1)
+    bench.pool.poll()
+    assert (bench.pool.state("a"), bench.pool.state("b")) == (READY, FAILED)
+    bench.pool.check_integrity()
+    bench.pool.begin_unload("a")
+    bench.ready("a", 4)
+    assert not bench.pool.residents()[0].pinned
+
+
+def test_a_pin_asked_for_during_a_load_survives_another_load(bench: Bench) -> None:
+    bench.pool.load("a", pinned=True)
+    bench.ready("a")  # loads it once more, without a pin
+    assert bench.pool.residents()[0].pinned
 
 
 def test_unload_of_an_idle_adapter_frees_it_at_once(bench: Bench) -> None:

@@ -85,7 +85,7 @@ def check_everywhere(device: torch.device, dtype: torch.dtype, tolerance: float)
     bases = {name: module for name, module in model.named_modules() if isinstance(module, Projection)}
     install(model, CONFIG, pool.arena)
     lengths = [1, 1, 20, 3]
-    batch = LoraBatch.build(slots, lengths, 2, device)
+    batch = LoraBatch.build(slots, lengths, device)
     assert batch is not None
     for layer in range(CONFIG.num_layers):
         for path, modules in PROJECTIONS.items():
@@ -126,7 +126,7 @@ def test_a_slot_used_again_serves_the_new_adapter() -> None:
     x = torch.randn(3, 72)
 
     def added() -> Tensor:
-        return (projection(x, LoraBatch.build([0], [3], 0, CPU)) - projection(x, None)).double()
+        return (projection(x, LoraBatch.build([0], [3], CPU)) - projection(x, None)).double()
 
     slot = pool.load(0)
     torch.testing.assert_close(added(), pool.blobs[0].delta(x, 0, 6), rtol=1e-4, atol=1e-4)
@@ -158,14 +158,14 @@ def test_a_blob_that_does_not_belong_here_is_refused() -> None:
 
 
 def test_batch_segments() -> None:
-    batch = LoraBatch.build([0, 0, -1, 2, 2, 1], [1, 1, 1, 5, 2, 3], 3, CPU)
-    assert batch == (((0, 0, 2), (2, 3, 10), (1, 10, 13)), None, 3)
-    assert LoraBatch.build([-1, -1], [1, 9], 1, CPU) is None
-    assert LoraBatch.build([3], [0], 0, CPU) is None
-    assert LoraBatch.build([], [], 0, CPU) is None
+    batch = LoraBatch.build([0, 0, -1, 2, 2, 1], [1, 1, 1, 5, 2, 3], CPU)
+    assert batch == (((0, 0, 2), (2, 3, 10), (1, 10, 13)), None)
+    assert LoraBatch.build([-1, -1], [1, 9], CPU) is None
+    assert LoraBatch.build([3], [0], CPU) is None
+    assert LoraBatch.build([], [], CPU) is None
 
 
 def test_segments_of_one_slot_with_base_rows_between_stay_apart() -> None:
-    batch = LoraBatch.build([0, -1, 0], [2, 1, 2], 0, CPU)
+    batch = LoraBatch.build([0, -1, 0], [2, 1, 2], CPU)
     assert batch is not None
     assert batch.segments == ((0, 0, 2), (0, 3, 5))

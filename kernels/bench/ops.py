@@ -1,4 +1,4 @@
-"""How long the ops beside LoRA take: `python -m kernels.bench_ops [OP …] [--rows N …] [--context N]`.
+"""How long the ops beside LoRA take: `python -m kernels.bench.ops [OP …] [--rows N …] [--context N]`.
 
 Shapes of Llama-3.1-8B in bfloat16, on a GPU. One line for each op and number of rows: µs of one call replayed from a
 CUDA graph, which takes inputs in turn so that they come from memory, and the ratio to the byte floor (what must be read
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.bench.timing import ROTATED_BYTES, copy_bandwidth, time_graph
 from kernels.paged_attention import paged_decode, paged_prefill
 from kernels.rms_norm import add_rms_norm
 from kernels.rotary import rotary_kv_write, rotary_table
@@ -23,9 +24,7 @@ from kernels.silu_mul import silu_mul
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB, BLOCK_SIZE = 4096, 14336, 32, 8, 128, 128256, 16
 DTYPE, DEVICE = torch.bfloat16, "cuda"
-ROTATED_BYTES = 256 << 20  # so much is touched before anything is touched again
 MAX_ROTATION = 64
-REPLAYS = 20
 FLOPS = 790e12  # of large bfloat16 products on an H200
 
 
@@ -145,38 +144,14 @@ def _paged(seqs: int, context: int) -> tuple[Tensor, Tensor]:
 
 def measure(work: Work) -> float:
     """Seconds a call."""
-    rotation = max(2, min(MAX_ROTATION, ROTATED_BYTES // work.nbytes))
+    rotation = max(2, min(MAX_ROTATION, ROTATED_BYTES[DEVICE] // work.nbytes))
     calls = [work.build() for _ in range(rotation)]
     return time_graph(lambda: [call() for call in calls]) / rotation
 
 
-def time_graph(call: Callable[[], object]) -> float:
-    """Seconds of one `call`, replayed from a CUDA graph."""
-    call()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(REPLAYS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / REPLAYS / 1e3
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written a second by a large copy."""
-    source = torch.zeros(ROTATED_BYTES, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / time_graph(lambda: target.copy_(source))
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m kernels.bench_ops", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m kernels.bench.ops", description=__doc__.splitlines()[0])
     parser.add_argument("ops", metavar="OP", nargs="*", default=list(OPS), help=", ".join(OPS))
     parser.add_argument("--rows", type=int, nargs="+", help="default: 1 8 32 256, for prefill 128 512 2048 8192")
     parser.add_argument("--context", type=int, default=512, help="tokens of each sequence in decode")
@@ -186,7 +161,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     options = parse()
-    bandwidth = copy_bandwidth()
+    bandwidth = copy_bandwidth(DEVICE)
     print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s, context {options.context}")
     print(f"{'op':16} {'rows':>5} {'µs':>9} {'floor':>8} {'ratio':>6}")
     for name in options.ops:

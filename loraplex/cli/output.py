@@ -1,0 +1,121 @@
+"""What commands print: JSON, tables, and names and sizes as people write them."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import typer
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+from rich.cells import cell_len
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from shared.errors import InvalidArgument
+from shared.references import parse_version_name
+
+_INTEGERS_64 = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
+_EXACT_INTEGERS = 1 << 53  # a JSON number that readers may take for a double
+_NARROWEST_FOLD = 24
+
+
+# ---- JSON
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """A message as JSON data: the proto's field names, unset fields at their defaults, 64-bit integers as numbers.
+
+    Integers that a double does not hold exactly stay strings, as protobuf's own JSON has them.
+    """
+    data = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return _with_numbers(message.DESCRIPTOR.fields_by_name, data)
+
+
+def _with_numbers(fields: Mapping[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    return {name: _with_number(fields[name], value) if name in fields else value for name, value in data.items()}
+
+
+def _with_number(field: FieldDescriptor, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_number(field, item) for item in value]
+    if isinstance(value, dict) and field.message_type is not None and not field.message_type.GetOptions().map_entry:
+        return _with_numbers(field.message_type.fields_by_name, value)
+    if field.cpp_type in _INTEGERS_64 and abs(int(value)) < _EXACT_INTEGERS:
+        return int(value)
+    return value
+
+
+def print_json(data: Any) -> None:
+    """Prints messages, or lists of them, as JSON."""
+    if isinstance(data, Message):
+        data = as_dict(data)
+    elif isinstance(data, list):
+        data = [as_dict(d) if isinstance(d, Message) else d for d in data]
+    typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+# ---- tables
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, fold: str = "") -> None:
+    """Prints one line a row, as wide as its content, so that names, ids and digests can be copied and searched.
+
+    Args:
+        fold: The column of free text. On a terminal too narrow for the table it is folded; no other column ever is.
+    """
+    table = Table(box=None, header_style="bold", pad_edge=False, show_header=any(columns))
+    for column in columns:
+        table.add_column(column, no_wrap=column != fold, overflow="fold")
+    cells = [[" ".join(str(cell).splitlines()) for cell in row] for row in rows]
+    for row in cells:
+        table.add_row(*row)
+    # Without markup, since texts may hold [brackets].
+    console = Console(markup=False, emoji=False, highlight=False)
+    texts = [row[columns.index(fold)] for row in cells] if fold else []
+    console.width = _width(console, table, max(map(cell_len, texts), default=0))
+    with console.capture() as captured:
+        console.print(table)
+    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _width(console: Console, table: Table, widest_text: int) -> int:
+    unlimited = console.options.update(max_width=1 << 20)
+    natural = Measurement.get(console, unlimited, table).maximum
+    if not console.is_terminal or natural <= console.width:
+        return natural
+    return max(console.width, natural - max(0, widest_text - _NARROWEST_FOLD))
+
+
+# ---- words
+
+
+def short_version(name: str) -> str:
+    """`ADAPTER@N` for the resource name of a version, with `NS/` before it in another namespace than `default`."""
+    try:
+        namespace, adapter, version = parse_version_name(name, "name")
+    except InvalidArgument:
+        return name
+    return f"{short_adapter(f'namespaces/{namespace}/adapters/{adapter}')}@{version}"
+
+
+def short_adapter(name: str) -> str:
+    """`ADAPTER` for the resource name of an adapter, with `NS/` before it in another namespace than `default`."""
+    return name.removeprefix("namespaces/").replace("/adapters/", "/").removeprefix("default/")
+
+
+def short_digest(digest: str) -> str:
+    """`sha256:` and the first twelve digits."""
+    return digest[: len("sha256:") + 12]
+
+
+def megabytes(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / 1e6:.2f} MB" if size >= 1e4 else f"{size} B"
+
+
+def moment(time: Timestamp) -> str:
+    """A time of day in UTC."""
+    return time.ToDatetime().strftime("%Y-%m-%d %H:%M:%SZ")

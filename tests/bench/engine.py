@@ -1,0 +1,171 @@
+"""`make bench-engine` (on a GPU): an engine in this process, with random weights of a shape, under the named loads.
+
+Workload D: N requests at once, 128 tokens in, 256 out; time per output token. Workload T: 256 requests at once, 512 in,
+128 out, 16,384 tokens a step; output tokens a second. Adapters are random, of one rank on all seven linears; requests
+take them in turn.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from inference_service.adapters.packer import plan_layout
+from inference_service.engine.blocks import BlockAllocator
+from inference_service.engine.config import EngineConfig
+from inference_service.engine.cuda_runner import CudaRunner
+from inference_service.engine.engine import Engine
+from inference_service.engine.scheduler import Scheduler
+from inference_service.lora.adapter import AdapterPool, AdapterState
+from inference_service.lora.slots import SlotTable
+from inference_service.types import Acquired, GenerateSpec, Sampling, Stop
+from shared.adapter_format.binding import BindingPlan, ModuleBinding
+from shared.base_model import MODULES, ModelConfig, parse_config
+
+SHAPES = {
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0, "hidden_act": "silu",
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "eos_token_id": 128001, "bos_token_id": 128000,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+}  # fmt: skip
+
+# vLLM 0.26 on the same GPU: (adapters, rank, requests) → ms per token of workload D, and tokens a second of workload T.
+PEER_D = {
+    (0, 16, 1): 4.84, (0, 16, 8): 4.98, (0, 16, 32): 5.48, (1, 16, 1): 6.61, (1, 16, 8): 6.48, (1, 16, 32): 6.99,
+    (8, 16, 8): 9.13, (8, 16, 32): 9.61, (32, 16, 32): 18.97, (8, 64, 8): 12.71, (8, 64, 32): 12.18,
+}  # fmt: skip
+PEER_T = {(0, 16): 7040.0, (8, 16): 5170.0, (32, 16): 3830.0}
+
+
+class Bench(NamedTuple):
+    """An engine and what loads it."""
+
+    engine: Engine
+    pool: AdapterPool
+    vocab_size: int
+
+
+def layout_of(model: ModelConfig, rank: int) -> Any:
+    """A blob of one rank on every linear of every layer."""
+    modules = tuple(
+        ModuleBinding(layer, module, "", rank, 1.0, "", "")
+        for layer in range(model.num_layers)
+        for module in range(len(MODULES))
+    )
+    return plan_layout(BindingPlan(modules, rank, 2 * len(modules), ()), model, "bfloat16")
+
+
+def build(shape: str, adapters: int, rank: int, max_tokens: int) -> Bench:
+    """Load random weights and put `adapters` of `rank` into the pool's reach, named "0", "1" …"""
+    model = parse_config(SHAPES[shape])
+    layout = layout_of(model, rank)
+    host = torch.empty(max(adapters, 1) * layout.nbytes, dtype=torch.uint8, pin_memory=True)
+    host.view(torch.bfloat16).normal_(0.0, 0.01)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(SHAPES[shape]))
+        config = EngineConfig(
+            model=folder, load_format="dummy", device="cuda", dtype="bfloat16", max_num_seqs=256, max_model_len=4096,
+            max_batched_tokens=max_tokens, adapter_memory_bytes=max(adapters, 1) * layout.nbytes + (1 << 20),
+        )  # fmt: skip
+        runner = CudaRunner(config, host)
+    runner.warm_up()
+    asked: list[str] = []
+    pool = AdapterPool(SlotTable(128, runner.arena_bytes), runner.arena, asked.append, lambda _: None, time.monotonic)
+    blocks = BlockAllocator(runner.num_blocks, runner.block_size, prefix_caching=True)
+    bench = Bench(Engine(runner, Scheduler(runner.limits, blocks, pool), "bench"), pool, model.vocab_size)
+    for number in range(adapters):
+        pool.load(str(number), pinned=True)
+        pool.on_acquired(Acquired(str(number), number * layout.nbytes, layout))
+        while pool.state(str(number)) is not AdapterState.READY:
+            pool.poll()
+    return bench
+
+
+class Finished(NamedTuple):
+    """Seconds at which every token of a load arrived, by request, and how long all of it took."""
+
+    arrivals: dict[str, list[float]]
+    seconds: float
+
+
+def run(bench: Bench, requests: int, prompt: int, output: int, adapters: int, seed: int) -> Finished:
+    """Submit all requests at once and step until they are done."""
+    generator = torch.Generator().manual_seed(seed)
+    arrivals: dict[str, list[float]] = {}
+    for number in range(requests):
+        ids = torch.randint(0, bench.vocab_size, (prompt,), generator=generator).tolist()
+        digest = str(number % adapters) if adapters else None
+        stop = Stop(output, ignore_eos=True)
+        bench.engine.submit(b"bench", GenerateSpec(str(number), ids, Sampling(temperature=0.0), stop, digest))
+    started = time.perf_counter()
+    while bench.engine.scheduler.has_work:
+        bench.pool.poll()
+        for output_message in bench.engine.step(time.monotonic()).values():
+            assert not output_message.failed, output_message.failed
+            now = time.perf_counter() - started
+            for delta in output_message.deltas:
+                arrivals.setdefault(delta.request_id, []).extend([now] * len(delta.token_ids))
+    return Finished(arrivals, time.perf_counter() - started)
+
+
+def workload_d(bench: Bench, adapters: int, rank: int, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Time per output token, ms: median over requests, twice."""
+    rows = []
+    for requests in sizes:
+        values = []
+        for repeat in range(3):
+            done = run(bench, requests, 128, 256, adapters, seed=1000 * requests + repeat)
+            values.append(1e3 * statistics.median((t[-1] - t[0]) / (len(t) - 1) for t in done.arrivals.values()))
+        peer = PEER_D.get((adapters, rank, requests))
+        rows.append({"load": "D", "adapters": adapters, "rank": rank, "N": requests, "ms": values[1:], "peer": peer})
+    return rows
+
+
+def workload_t(bench: Bench, adapters: int, rank: int) -> list[dict[str, Any]]:
+    """Output tokens a second, twice."""
+    values = []
+    for repeat in range(3):
+        done = run(bench, 256, 512, 128, adapters, seed=repeat)
+        values.append(256 * 128 / done.seconds)
+    return [
+        {"load": "T", "adapters": adapters, "rank": rank, "tok/s": values[1:], "peer": PEER_T.get((adapters, rank))}
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
+    parser.add_argument("--loads", default="DT", help="which workloads")
+    parser.add_argument("--adapters", default=32, type=int, help="adapters in the pool")
+    parser.add_argument("--rank", default=16, type=int)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    bench = build(arguments.shape, arguments.adapters, arguments.rank, 16384)
+    print(f"ready after {time.perf_counter() - started:.1f} s; {torch.cuda.memory_allocated() / 2**30:.1f} GiB")
+    rows: list[dict[str, Any]] = []
+    counts = [n for n in (0, 1, 8, 32) if n <= arguments.adapters and (arguments.rank == 16 or n == 8)]
+    for count in counts:
+        if "D" in arguments.loads:
+            rows += workload_d(bench, count, arguments.rank, tuple(n for n in (1, 8, 32) if n >= count))
+        if "T" in arguments.loads and count != 1:
+            rows += workload_t(bench, count, arguments.rank)
+    for row in rows:
+        print("  ".join(f"{k}={v if not isinstance(v, list) else [round(x, 2) for x in v]}" for k, v in row.items()))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""`adapter` and `base-model` against a real registry."""
+
+import io
+import json
+import re
+
+import pytest
+
+from loraplex.cli.output import as_dict, print_table
+from loraplex.registry.v1 import registry_pb2, resources_pb2
+
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_register_twice(register):
+    first = register("mine", "one", "--alias", "prod")
+    assert re.fullmatch(r"registered: mine@1 rank 2, .* MB, sha256:[0-9a-f]{64}\n|registered: mine@1 .* B, .*\n", first)
+    assert register("mine").startswith("already registered: mine@1 ")
+    assert register("fresh", "one", "--dry-run").startswith("valid: fresh rank 2")
+
+
+def test_an_unknown_scheme_is_the_servers_to_refuse(cli):
+    ran = cli("adapter", "register", "x", "--base-model", "tiny", "--source", "gopher://a/b")
+    assert ran.status == 1
+    assert "gopher" in ran.err
+
+
+def test_list_is_as_wide_as_its_content(cli, register):
+    words = "[bold] words " * 30
+    register("wide-" + "w" * 50, "one", "--description", words, "--alias", "prod", "--alias", "stable")
+    ran = cli("adapter", "list")
+    (line,) = (line for line in ran.out.splitlines() if line.startswith("wide-"))
+    assert line.startswith("wide-" + "w" * 50 + "  1 ")
+    assert "prod→1, stable→1  tiny" in line
+    assert line.endswith(words.strip())
+
+
+def test_list_json_has_numbers_and_every_key(cli, register):
+    register("numbers")
+    (adapter,) = (a for a in json.loads(cli("adapter", "list", "--json").out) if a["name"].endswith("/numbers"))
+    assert adapter["latest_version"] == 1
+    assert adapter["description"] == ""
+    assert adapter["labels"] == {}
+
+
+def test_versions(cli, register):
+    register("lines", "one")
+    register("lines", "two")
+    ran = cli("adapter", "versions", "lines")
+    assert [line.split()[:2] for line in ran.out.splitlines()] == [
+        ["VERSION", "STATE"],
+        ["lines@2", "READY"],
+        ["lines@1", "READY"],
+    ]
+    assert re.search(r"  sha256:[0-9a-f]{12}  20\d\d-\d\d-\d\d \d\d:\d\d:\d\dZ  file://main/two$", ran.out, re.M)
+    assert [v["name"][-1] for v in json.loads(cli("adapter", "versions", "lines", "--json").out)] == ["2", "1"]
+
+
+def test_show_and_alias(cli, register):
+    register("shown")
+    assert cli("adapter", "alias", "shown@prod", "1").out == "shown@prod → version 1\n"
+    ran = cli("adapter", "show", "shown@prod")
+    assert DIGEST.search(ran.out)
+    assert re.search(r"^aliases +prod→1$", ran.out, re.M)
+    assert json.loads(cli("adapter", "show", "shown", "--json").out)["resolved"]["version"]["size_bytes"] > 0
+
+
+def test_delete_and_undelete(cli, register):
+    register("gone")
+    assert cli("adapter", "delete", "gone").out == "deleted: namespaces/default/adapters/gone\n"
+    assert "ADAPTER_NOT_FOUND" in cli("adapter", "show", "gone").err
+    assert cli("adapter", "undelete", "gone").out == "undeleted: namespaces/default/adapters/gone\n"
+    assert cli("adapter", "show", "gone").status == 0
+
+
+def test_a_terminal_is_asked_before_a_deletion(cli, register, monkeypatch):
+    register("asked")
+    monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+    ran = cli("adapter", "delete", "asked")
+    assert ran.status == 1
+    assert "deleted" not in ran.out
+    monkeypatch.setattr("sys.stdin", Terminal("y\n"))
+    assert "deleted: " in cli("adapter", "delete", "asked").out
+    cli("adapter", "undelete", "asked")
+    monkeypatch.setattr("sys.stdin", Terminal(""))
+    assert "deleted: " in cli("adapter", "delete", "asked", "--yes").out
+
+
+def test_no_registry(cli):
+    ran = cli("adapter", "list", "--registry", "127.0.0.1:1")
+    line = "UNAVAILABLE: no registry service answers at 127.0.0.1:1 (is it running and SERVING? try: loraplex status)\n"
+    assert ran == (1, "", line)
+
+
+def test_base_models(cli):
+    lines = cli("base-model", "list").out.splitlines()
+    assert lines[1].split()[:2] == ["tiny", "LlamaForCausalLM"]
+
+
+def test_pages(cli, register, monkeypatch):
+    for name in ("page-a", "page-b", "page-c"):
+        register(name)
+    monkeypatch.setattr("loraplex.client._PAGE_SIZE", 1)
+    found = [line.split()[0] for line in cli("adapter", "list").out.splitlines() if line.startswith("page-")]
+    assert found == ["page-a", "page-b", "page-c"]
+
+
+def test_on_a_terminal_only_free_text_is_folded(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    digest = "sha256:" + "0" * 64
+    print_table(("DIGEST", "DETAIL", "N"), [(digest, "many words " * 9, 123456)], fold="DETAIL")
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert len(lines) > 3
+    assert digest in lines[1]
+    assert "123456" in lines[1]
+    print_table(("DIGEST", "NAME"), [(digest, "n" * 60)])
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"), [(0, 0), (2**53 - 1, 2**53 - 1), (2**53, str(2**53)), (-(2**53), str(-(2**53)))]
+)
+def test_integers_in_json(number, shown):
+    response = registry_pb2.RegisterAdapterResponse(
+        adapter={"labels": {"a": "1"}, "aliases": [{"targets": [{"version": number}]}]}, registry_revision=number
+    )
+    data = as_dict(response)
+    assert data["registry_revision"] == shown
+    assert data["adapter"]["aliases"][0]["targets"] == [{"version": shown}]
+    assert data["adapter"]["labels"] == {"a": "1"}
+    assert as_dict(resources_pb2.AdapterVersion())["warnings"] == []

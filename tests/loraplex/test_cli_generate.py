@@ -1,0 +1,149 @@
+"""`generate`, `bench`, `status`, `load` and `unload` against a fake inference service."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from loraplex.cli.bench import _for_people
+
+
+def test_one_answer_ends_with_a_newline(cli, servers):
+    ran = cli("generate", "hëllo", "--adapter", "mine@1", "--temperature", "0", "--max-tokens", "5", "--seed", "-1")
+    assert ran == (0, "hëllo, said 0\n", "")
+    request = servers.fake.requests[-1]
+    assert (request.adapter, request.stop.max_tokens, request.sampling.seed) == ("mine@1", 5, -1)
+    assert request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("top_p")
+
+
+def test_several_answers_have_headings(cli):
+    ran = cli("generate", "hi", "--n", "3")
+    assert ran.out == "--- answer 1\nhi, said 0\n--- answer 2\nhi, said 1\n--- answer 3\nhi, said 2\n"
+
+
+def test_chat(cli, servers):
+    assert cli("generate", "hi", "--chat", "--system", "Be brief.").status == 0
+    messages = servers.fake.requests[-1].chat.messages
+    assert [(m.role, m.content) for m in messages] == [("system", "Be brief."), ("user", "hi")]
+
+
+def test_json_events_have_all_keys(cli):
+    started, delta, finished = map(json.loads, cli("generate", "hi", "--json").out.splitlines())
+    assert started["started"]["cached_tokens"] == 0
+    assert delta == {"delta": {"index": 0, "text": "hi, said 0", "token_ids": [], "logprobs": []}}
+    assert finished["finished"]["usage"] == {"prompt_tokens": 0, "completion_tokens": 3, "cached_tokens": 0}
+
+
+def test_a_refusal_is_one_line(cli):
+    assert cli("generate", "wrong") == (1, "", "INVALID_ARGUMENT: text: is wrong\n")
+
+
+def test_a_deadline_says_the_timeout_and_keeps_the_text(cli):
+    ran = cli("generate", "slow", "--timeout", "0.3")
+    assert ran == (1, "slow, said 0\n", "DEADLINE_EXCEEDED: no complete answer within 0.3 s (--timeout)\n")
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "hi"], ["bench"], ["adapter", "load", "a"], ["adapter", "unload", "a"]]
+)
+def test_no_inference_service(cli, command):
+    ran = cli(*command, "--server", "127.0.0.1:1")
+    line = "UNAVAILABLE: no inference service answers at 127.0.0.1:1 (is it running and SERVING? try: loraplex status)"
+    assert (ran.status, ran.out, ran.err.strip()) == (1, "", line)
+
+
+def test_another_service(cli, servers):
+    ran = cli("generate", "hi", "--server", servers.registry)
+    line = f"UNAVAILABLE: {servers.registry} speaks another service, not the inference service\n"
+    assert ran == (1, "", line)
+
+
+def test_not_ready(cli, servers):
+    ran = cli("generate", "hi", "--server", servers.unready)
+    line = f"the inference service at {servers.unready} is not ready: NOT_SERVING (try: loraplex status)\n"
+    assert ran == (1, "", f"UNAVAILABLE: {line}")
+
+
+def test_ctrl_c_ends_with_130(servers):
+    command = [sys.executable, "-m", "loraplex.cli.main", "generate", "slow", "--server", servers.inference]
+    with subprocess.Popen(command, bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(5) == b"slow,"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (130, b" said 0\n", b"")
+
+
+def test_bench_prints_figures_with_units_and_progress(cli, servers):
+    ran = cli("bench", "--requests", "20", "--streams", "4", "--adapter", "a", "--adapter", "b")
+    rows = dict(line.rsplit("  ", 1) for line in ran.out.splitlines())
+    rows = {key.strip(): value.strip() for key, value in rows.items()}
+    assert rows["requests"] == "20"
+    assert rows["tokens"] == "60"
+    assert rows["time"].endswith(" s")
+    assert rows["first token p99"].endswith(" ms")
+    progress = ran.err.splitlines()
+    assert progress[0].startswith("0 of 20 requests")
+    assert progress[-1].startswith("20 of 20 requests")
+    assert len(progress) == 11
+    assert {r.adapter for r in servers.fake.requests[-20:]} == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [
+        ("seconds", 18.84, ("time", "18.8 s")),
+        ("seconds", 0.123, ("time", "0.12 s")),
+        ("first_token_p50_ms", 1876.4, ("first token p50", "1,876 ms")),
+        ("time_per_token_ms", 7.25, ("time per token", "7.2 ms")),
+        ("tokens", 20480, ("tokens", "20,480")),
+        ("tokens_per_second", 1234.56, ("tokens per second", "1,234.6")),
+    ],
+)
+def test_figures_for_people(key, value, shown):
+    assert _for_people(key, value) == shown
+
+
+def test_bench_json(cli):
+    figures = json.loads(cli("bench", "--requests", "1", "--json").out)
+    assert figures["requests"] == 1
+    assert figures["tokens"] == 3
+
+
+def test_status_shows_short_names_of_every_page(cli):
+    ran = cli("status")
+    assert ran.status == 0
+    assert "tiny (LlamaForCausalLM) on cpu, float32" in ran.out
+    assert [line.split() for line in ran.out.splitlines()[-2:]] == [
+        ["mine@1", "GPU", "4", "10", "B", "no", "0"],
+        ["team/mine@12", "GPU", "4", "10", "B", "no", "0"],
+    ]
+
+
+def test_status_json_has_numbers(cli):
+    found = json.loads(cli("status", "--json").out)
+    assert found["health"] == {"registry": "SERVING", "inference": "SERVING"}
+    assert found["model"]["kv_cache_tokens"] == 0
+    assert found["adapters"][0]["size_bytes"] == 10
+    assert found["adapters"][0]["pinned"] is False
+
+
+def test_status_of_what_does_not_serve(cli, servers):
+    ran = cli("status", "--registry", "127.0.0.1:1", "--server", servers.unready)
+    assert ran.status == 1
+    assert [line.split()[-1] for line in ran.out.splitlines()[1:]] == ["UNAVAILABLE", "NOT_SERVING"]
+    ran = cli("status", "--server", servers.registry)
+    assert ran.status == 1
+    assert ran.out.splitlines()[-1].split()[-1] == "OTHER_SERVICE"
+
+
+def test_load_and_unload(cli, servers):
+    assert cli("adapter", "load", "mine@1").out == "loaded: mine@1 0.02 MB\n"
+    assert not servers.fake.requests[-1].pinned
+    assert servers.fake.requests[-1].wait
+    assert cli("adapter", "load", "mine@1", "--pin", "--no-wait").out == "loading: mine@1 0.02 MB, pinned\n"
+    digest = "sha256:" + "0" * 64
+    assert cli("adapter", "unload", digest, "--force").out == f"unloaded: {digest}, 0.02 MB freed\n"
+    assert servers.fake.requests[-1].force

@@ -1,0 +1,110 @@
+"""What a user can get wrong before anything is called: one line that names the option, and status 2."""
+
+import pytest
+
+from loraplex import Client
+from shared.errors import InvalidArgument
+from tests.loraplex.cli_fakes import run_cli
+
+HUGE = "99999999999999999999999"
+NOT_UTF8 = "a\udcffb"  # what Python makes of an argument a\xffb
+
+WRONG = [
+    (["generate", NOT_UTF8], "'a\\udcffb' is not UTF-8 text"),
+    (["generate", "--chat", "--system", NOT_UTF8, "hi"], "--system 'a\\udcffb' is not UTF-8 text"),
+    (["generate", f"--stop={NOT_UTF8}", "hi"], "'--stop=a\\udcffb' is not UTF-8 text"),
+    (["generate", "hi", "--seed", HUGE], "'--seed'"),
+    (["generate", "hi", "--seed", f"-{HUGE}"], "'--seed'"),
+    (["generate", "hi", "--max-tokens", HUGE], "'--max-tokens'"),
+    (["generate", "hi", "--top-k", HUGE], "'--top-k'"),
+    (["generate", "hi", "--n", HUGE], "'--n'"),
+    (["generate", "hi", "--n", "0"], "'--n'"),
+    (["generate", "hi", "--temperature", "warm"], "'--temperature'"),
+    (["generate", "hi", "--timeout", "0"], "'--timeout': 0 is not a number of seconds above 0"),
+    (["generate", "hi", "--timeout", "-1"], "'--timeout'"),
+    (["generate", "hi", "--timeout", "nan"], "'--timeout'"),
+    (["generate", "hi", "--timeout", "1e300"], "'--timeout'"),
+    (["generate", "hi", "--system", "Be brief."], "--system: a system message needs --chat"),
+    (["generate", "hi", "--adapter", "No Such"], "'--adapter': 'No Such' is not an id"),
+    (
+        ["generate", "hi", "--server", "localhost"],
+        "'--server' (env var: 'LORAPLEX_SERVER'): 'localhost' is not HOST:PORT",
+    ),
+    (["generate", "hi", "--server", "http://localhost:50052"], "is not HOST:PORT"),
+    (["generate", "hi", "--server", "localhost:0"], "is not HOST:PORT"),
+    (["generate", "hi", "--server", "localhost:65536"], "is not HOST:PORT"),
+    (["status", "--registry", ":50051"], "'--registry'"),
+    (["bench", "--streams", HUGE], "'--streams'"),
+    (["bench", "--prompt-tokens", HUGE], "'--prompt-tokens'"),
+    (["bench", "--adapter", "a", "--adapter", "B"], "'--adapter': 'B' is not an id"),
+    (["adapter", "register", "x@1", "--base-model", "m", "--source", "file://a/b"], "ADAPTER: 'x@1' names a version"),
+    (
+        ["adapter", "register", "x", "--base-model", "m", "--source", "s", "--label", "team"],
+        "--label: 'team' is not KEY",
+    ),
+    (["adapter", "delete", "x@prod"], "ADAPTER: 'x@prod' names a version"),
+    (["adapter", "undelete", "X"], "ADAPTER: 'X' is not an id"),
+    (["adapter", "versions", "x@1"], "ADAPTER: 'x@1' names a version"),
+    (["adapter", "alias", "x", "1"], "REFERENCE: 'x' names no alias"),
+    (["adapter", "alias", "x@prod", HUGE], "VERSION"),
+    (["adapter", "show", "x@sha256:12"], "is not sha256: and 64 lowercase hex digits"),
+    (["adapter", "load", "x@"], "is not an id"),
+    (["adapter", "unload", "sha256:12"], "is not sha256: and 64 lowercase hex digits"),
+    (["base-model", "register", "/no/such/folder"], "FOLDER: /no/such/folder/config.json cannot be read: No such file"),
+    (["apply", "-f", "/no/such.yaml"], "--file: /no/such.yaml: cannot be read: No such file"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), WRONG, ids=[" ".join(a)[:50].encode("ascii", "replace").decode() for a, _ in WRONG]
+)
+def test_wrong_usage_is_one_line_and_status_2(arguments, message):
+    ran = run_cli(*arguments)
+    last = ran.err.splitlines()[-1]
+    assert (ran.status, ran.out) == (2, "")
+    assert last.startswith("Error: ")
+    assert message.lower() in last.lower().replace("'{", "").replace("}'", "")
+
+
+def test_a_config_json_that_is_no_text(tmp_path):
+    (tmp_path / "config.json").write_bytes(b"\xff")
+    ran = run_cli("base-model", "register", tmp_path)
+    assert ran.status == 2
+    assert "config.json is not UTF-8 text" in ran.err
+
+
+def test_alone_it_prints_help():
+    for arguments in ([], ["adapter"], ["base-model"]):
+        ran = run_cli(*arguments)
+        assert ran == run_cli(*arguments, "--help")
+        assert ran.status == 0
+        assert "Commands:" in ran.out
+
+
+def test_help_promises_only_what_is_built():
+    out = run_cli("adapter", "register", "--help").out
+    assert "file://ROOT/path" in out
+    assert not any(word in out for word in ("hf://", "s3://", "--credential"))
+    assert "convert" not in run_cli("adapter", "--help").out
+
+
+def test_version():
+    ran = run_cli("--version")
+    assert ran.status == 0
+    assert ran.out.startswith("loraplex 0.")
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost:1", "10.0.0.1:65535", "[::1]:50051", "dns:///a-b.c_d:80", "unix:/run/x"]
+)
+async def test_addresses_of_a_client(address):
+    async with Client(address, address):
+        pass
+
+
+@pytest.mark.parametrize(
+    "address", ["", "localhost", "a:b", ":1", "::1:5", "unix:", "dns:///:80", "h:0", "h:65536", "h:٣"]
+)
+def test_wrong_addresses_of_a_client(address):
+    with pytest.raises(InvalidArgument, match=r"registry: .* is not HOST:PORT"):
+        Client("localhost:1", address)
