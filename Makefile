@@ -2,6 +2,7 @@
 # make serve   leaves both services up
 # make test    every check; what CI runs
 # make bench   tokens per second beside transformers + PEFT
+# make bench-kernels, make bench-engine    on a GPU: kernels against their byte floor, time per token of an 8B shape
 
 PYTHON ?= python3
 VENV   := .venv
@@ -10,7 +11,7 @@ MODEL  := models/SmolLM2-135M-Instruct
 PROTOS := $(wildcard protos/loraplex/*/v1/*.proto)
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup setup-dev model demo serve test test-py lint proto stubs manifests bench adapters clean
+.PHONY: help setup setup-dev model demo serve test test-py lint proto stubs manifests bench bench-kernels bench-engine adapters clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -70,6 +71,13 @@ manifests: setup-dev
 
 bench: setup-dev model
 	$(BIN)/python -m tests.bench.throughput
+
+bench-kernels: setup-dev
+	$(BIN)/python -m kernels.bench --json build/bench-kernels.json
+
+bench-engine: setup-dev
+	$(BIN)/python -m tests.bench.engine --json build/bench-engine-r16.json
+	$(BIN)/python -m tests.bench.engine --adapters 8 --counts 8 --rank 64 --loads D --json build/bench-engine-r64.json
 
 adapters: setup-dev model
 	$(BIN)/python -m examples.train --base $(MODEL) --out examples/adapters

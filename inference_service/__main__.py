@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from inference_service.adapters.host_arena import create_host_arena
 from inference_service.config import ENV_PREFIX, InferenceConfig, parse_size
 from inference_service.launch import child_specs, find_base_model
+from inference_service.machine_checks import check_machine
 from inference_service.run_folder import run_folder
 from inference_service.supervisor import Supervisor
 from inference_service.types import EXIT_CONFIG
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: InferenceConfig) -> int:
     """Start the processes and keep them running. Raises LoraplexError if the model cannot be served."""
     base = find_base_model(config)
+    check_machine(config, base.device)
     host_arena = _host_arena(config)
     with run_folder() as folder:
         supervisor = Supervisor(child_specs(config, base, folder, host_arena))

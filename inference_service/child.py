@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from inference_service.types import READY_LINE
 from shared.errors import LoraplexError
 
 _ERROR = "error: "
@@ -37,27 +38,35 @@ class ChildSpec(NamedTuple):
 
 
 class Child:
-    """One process at a time of one spec. Its standard input stays open as long as the supervisor lives."""
+    """One process at a time of one spec. Its standard input stays open as long as the supervisor lives.
+
+    `is_ready`: it has said that its start is over. `last_words`: what its last line of standard error tells.
+    """
 
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
+        self.is_ready = False
         self.last_words = ""
         self._process: asyncio.subprocess.Process | None = None
-        self._relay: asyncio.Task[None] | None = None
+        self._relays: list[asyncio.Task[None]] = []
 
     async def spawn(self, *, is_restart: bool) -> None:
         """Start the process. Its own process group keeps a terminal's Ctrl-C from it."""
-        self.last_words = ""
+        self.is_ready, self.last_words = False, ""
         process = await asyncio.create_subprocess_exec(
             *self.spec.argv,
             stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             pass_fds=self.spec.pass_fds,
             process_group=0,
             limit=_MAX_LINE_BYTES,
         )
         self._process = process
-        self._relay = asyncio.create_task(self._relay_lines(process.stderr))
+        assert process.stdout is not None
+        assert process.stderr is not None
+        streams = ((process.stdout, self._hear_output), (process.stderr, self._hear_error))
+        self._relays = [asyncio.create_task(_for_each_line(*each)) for each in streams]
         self._write((self.spec.restart if is_restart else self.spec.start) + b"\n")
 
     async def wait(self) -> int:
@@ -66,10 +75,9 @@ class Child:
         return await self._process.wait()
 
     async def finish_output(self) -> None:
-        """Returns when all it wrote is relayed, so that `last_words` is known."""
-        if self._relay is not None:
-            with contextlib.suppress(TimeoutError):  # a grandchild may hold the pipe open
-                await asyncio.wait_for(self._relay, 1.0)
+        """Returns when all it wrote is relayed, so that `is_ready` and `last_words` are known."""
+        with contextlib.suppress(TimeoutError):  # a grandchild may hold the pipes open
+            await asyncio.wait_for(asyncio.gather(*self._relays), 1.0)
 
     def tell(self, event: str) -> None:
         """Send it an event, if it listens to events."""
@@ -95,19 +103,32 @@ class Child:
         if stdin is not None and not stdin.is_closing():
             stdin.write(line)
 
-    async def _relay_lines(self, stream: asyncio.StreamReader | None) -> None:
+    def _hear_output(self, line: str) -> None:
+        """Pass its standard output on, but for the line that is meant for the supervisor."""
+        if line.strip() == READY_LINE:
+            self.is_ready = True
+        else:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+
+    def _hear_error(self, line: str) -> None:
         """Pass its standard error on, and keep its last words. The supervisor reports a line `error: …` itself."""
-        while stream is not None:
-            try:
-                line = (await stream.readline()).decode(errors="replace")
-            except ValueError:  # longer than the limit, and dropped
-                continue
-            if not line:
-                return
-            self.last_words = _words(line) or self.last_words
-            if not line.startswith(_ERROR):
-                sys.stderr.write(line)
-                sys.stderr.flush()
+        self.last_words = _words(line) or self.last_words
+        if not line.startswith(_ERROR):
+            sys.stderr.write(line)
+            sys.stderr.flush()
+
+
+async def _for_each_line(stream: asyncio.StreamReader, hear: Callable[[str], None]) -> None:
+    """Until the stream ends. A line that is longer than the limit is dropped."""
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:
+            continue
+        if not line:
+            return
+        hear(line.decode(errors="replace"))
 
 
 def _words(line: str) -> str:

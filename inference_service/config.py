@@ -13,25 +13,45 @@ ENV_PREFIX = "LORAPLEX_INFERENCE_"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 _UNITS["ti"] = 1 << 40
+_LARGEST_SIZE = 1 << 60
+_LEAST_ADAPTER_MEMORY = 1 << 20  # no adapter of any model is as small as that
 _CACHE_DIR = Path("~/.cache/loraplex")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Bytes in `256MiB`, `2GB`, `1.5Gi` or `1048576`. Raises ValueError for anything else."""
+    """Bytes in `256MiB`, `2GB`, `1.5Gi` or `1048576`. Raises ValueError for anything else, and beyond 1 EiB."""
     match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    if match is None or (nbytes := float(match[1]) * _UNITS[(match[2] or "").lower()]) > _LARGEST_SIZE:
         raise ValueError(f"{text!r:.40} is not a size such as 256MiB")
-    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    return int(nbytes)
+
+
+def _bytes(text: str) -> int:
+    """0 for what is no size."""
+    try:
+        return parse_size(text)
+    except ValueError:
+        return 0
 
 
 def _is_size(text: str) -> str | None:
-    is_right = _SIZE.fullmatch(text.strip()) and parse_size(text) > 0
-    return None if is_right else "a size such as 256MiB"
+    return None if _bytes(text) > 0 else "a size such as 256MiB"
+
+
+def _is_adapter_memory(text: str) -> str | None:
+    return None if _bytes(text) >= _LEAST_ADAPTER_MEMORY else "a size such as 256MiB, of 1MiB or more"
 
 
 def _is_positive(value: float) -> str | None:
-    return None if value > 0 else "a number above zero"
+    return None if 0 < value < 1 << 31 else "a number above zero"
+
+
+def _is_registry(address: str) -> str | None:
+    is_target = "://" in address or is_address(address) is None
+    return (
+        None if is_target and not re.search(r"\s", address) else "HOST:PORT or a gRPC target such as dns:///NAME:PORT"
+    )
 
 
 def _setting(default: Any, description: str, **metadata: Any) -> Any:
@@ -44,7 +64,7 @@ class InferenceConfig:
 
     model: str = field(metadata={"help": "folder or Hub id of the base model"})
     model_name: str | None = _setting(None, "id of the base model; by default its Hub id or folder name, lowercased")
-    registry: str = _setting("127.0.0.1:50051", "address of the registry")
+    registry: str = _setting("127.0.0.1:50051", "address of the registry", check=_is_registry)
     listen: str = _setting("127.0.0.1:50052", "address to listen on", check=is_address)
     device: Literal["auto", "cpu", "cuda"] = _setting("auto", "where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting("auto", "type of the model's weights")
@@ -54,8 +74,8 @@ class InferenceConfig:
     )
     cache_dir: Path = field(default=_CACHE_DIR, metadata={"help": "folder of downloaded adapters"})
     disk_bytes: str = _setting("20GiB", "size of the adapter cache on disk", check=_is_size)
-    host_memory: str = _setting("1GiB", "host memory for packed adapters", check=_is_size)
-    adapter_memory: str | None = _setting(None, "device memory for adapters", check=_is_size)
+    host_memory: str = _setting("1GiB", "host memory for packed adapters", check=_is_adapter_memory)
+    adapter_memory: str | None = _setting(None, "device memory for adapters", check=_is_adapter_memory)
     kv_cache_memory: str | None = _setting(None, "device memory for keys and values", check=_is_size)
     max_model_len: int | None = _setting(None, "tokens of prompt and output together", check=_is_positive)
     max_num_seqs: int | None = _setting(None, "sequences in one step", check=_is_positive)

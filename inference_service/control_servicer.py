@@ -2,7 +2,7 @@
 
 import base64
 import binascii
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from inference_service.types import PreparedAdapter, ResidentAdapter, StagedAdapter
@@ -33,7 +33,7 @@ class Adapters(Protocol):
     async def prepare(self, reference: str, choice_key: str = "") -> PreparedAdapter: ...
     async def resolve(self, reference: str) -> str: ...
     async def drop(self, digest: str) -> int: ...
-    async def list_staged(self) -> list[StagedAdapter]: ...
+    async def list_staged(self, digests: Sequence[str] = ()) -> list[StagedAdapter]: ...
 
 
 class ControlServicer(pb_grpc.AdapterControlServiceServicer):
@@ -81,7 +81,8 @@ class ControlServicer(pb_grpc.AdapterControlServiceServicer):
 
     async def _held(self) -> list[pb.LoadedAdapter]:
         """Every adapter on this replica, each at its fastest tier."""
-        return merge(await self._engine.list_resident(), await self._adapters.list_staged())
+        resident = await self._engine.list_resident()
+        return merge(resident, await self._adapters.list_staged([adapter.digest for adapter in resident]))
 
     async def _digest(self, text: str, caller: Caller) -> str:
         """The digest that `text` names: a reference, which is only resolved, or `sha256:HEX` of what is here."""
@@ -102,7 +103,10 @@ class ControlServicer(pb_grpc.AdapterControlServiceServicer):
 def merge(resident: Iterable[ResidentAdapter], staged: Iterable[StagedAdapter]) -> list[pb.LoadedAdapter]:
     """One entry a digest: that of the fastest tier which holds it. A resident takes its version from the staged."""
     found: dict[str, pb.LoadedAdapter] = {}
-    for adapter in sorted(staged, key=lambda a: a.level):  # DISK, then HOST
+    staged = list(staged)
+    names = {adapter.digest: adapter.version for adapter in staged}
+    held = [adapter for adapter in staged if adapter.level != "KNOWN"]
+    for adapter in sorted(held, key=lambda a: a.level):  # DISK, then HOST
         found[adapter.digest] = pb.LoadedAdapter(
             adapter_version=adapter.version,
             digest=adapter.digest,
@@ -111,9 +115,8 @@ def merge(resident: Iterable[ResidentAdapter], staged: Iterable[StagedAdapter]) 
             size_bytes=adapter.size_bytes,
         )
     for on_gpu in resident:
-        version = found[on_gpu.digest].adapter_version if on_gpu.digest in found else ""
         found[on_gpu.digest] = pb.LoadedAdapter(
-            adapter_version=version,
+            adapter_version=names.get(on_gpu.digest, ""),
             digest=on_gpu.digest,
             level=pb.LoadedAdapter.LEVEL_GPU,
             pinned=on_gpu.pinned,

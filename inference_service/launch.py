@@ -1,6 +1,5 @@
 """From the settings to the processes of one replica. What is wrong with the model is found here, before any starts."""
 
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from inference_service.adapters.config import AdapterProcessConfig, AdapterProce
 from inference_service.child import ChildSpec
 from inference_service.config import ApiStart, InferenceConfig, parse_size
 from inference_service.engine.config import EngineConfig
+from inference_service.machine_checks import cuda_memory, has_gpu
 from inference_service.run_folder import LONGEST_SOCKET
 from shared.base_model import default_id, parse_config
 from shared.base_weights import fingerprint_with_weights
@@ -46,19 +46,10 @@ def find_base_model(config: InferenceConfig) -> BaseModel:
     model_id = check_id(config.model_name or default_id(str(folder) if is_folder else config.model), "model_name")
     raw = load_raw_config(folder)
     checkpoint_dtype = parse_config(raw).dtype
-    device = config.device if config.device != "auto" else _device()
+    device = config.device if config.device != "auto" else "cuda" if has_gpu() and cuda_memory() else "cpu"
     return BaseModel(
         folder, model_id, fingerprint_with_weights(raw, folder), device, _dtype(config, device, checkpoint_dtype)
     )
-
-
-def _device() -> Literal["cpu", "cuda"]:
-    """Whether torch can use a GPU. Another process asks torch, as the supervisor stays free of it."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
-        return "cpu"
-    question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    answer = subprocess.run([sys.executable, "-c", question], check=False, stderr=subprocess.DEVNULL)
-    return "cuda" if answer.returncode == 0 else "cpu"
 
 
 def _dtype(config: InferenceConfig, device: str, checkpoint_dtype: str) -> Dtype:

@@ -16,17 +16,20 @@ MAX_STOP_TOKENS = 256
 MAX_ID_CHARACTERS = 256  # of request_id, cache_salt and session_id
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGIT_BIASES = 4096
+MAX_MESSAGES = 1024
+MAX_ROUND_TRIP_TOKENS = 131_072  # of Tokenize and Detokenize
 ROLES = ("system", "user", "assistant")
 
 
 class Limits(NamedTuple):
-    """What bounds a request on this replica."""
+    """What bounds a request on this replica. `max_text_bytes`: a longer text has too many tokens."""
 
     vocab_size: int
     max_model_len: int
     max_n: int
     has_tokenizer: bool
     has_chat_template: bool
+    max_text_bytes: int
 
 
 class _Range(NamedTuple):
@@ -108,23 +111,43 @@ def _check_prompt(request: pb.GenerateRequest, limits: Limits, violations: Viola
             violations.add("prompt.text", "is empty")
         case "text" if not limits.has_tokenizer:
             violations.add("prompt.text", "this model has no tokenizer: send token_ids")
+        case "text":
+            check_text(request.text, limits, violations)
         case "chat":
-            check_chat(request.chat, limits.has_tokenizer, limits.has_chat_template, violations)
+            check_chat(request.chat, limits, violations)
         case "token_ids" if not request.token_ids.ids:
             violations.add("prompt.token_ids", "is empty")
         case "token_ids":
-            check_token_ids(request.token_ids.ids, "prompt.token_ids", limits.vocab_size, violations)
             check_length(len(request.token_ids.ids), request, limits, violations)
+            ids = request.token_ids.ids[: limits.max_model_len]  # more are refused already
+            check_token_ids(ids, "prompt.token_ids", limits.vocab_size, violations)
 
 
-def check_chat(chat: pb.Chat, has_tokenizer: bool, has_chat_template: bool, violations: Violations) -> None:
+def too_long(nbytes: int, max_bytes: int) -> str:
+    """What is wrong with a text that was not even tokenized."""
+    return f"has {nbytes} bytes; no text of more than {max_bytes} fits into this replica's context"
+
+
+def check_text(text: str, limits: Limits, violations: Violations) -> None:
+    """Add that the text is too long to be tokenized."""
+    if limits.has_tokenizer and (nbytes := len(text.encode())) > limits.max_text_bytes:
+        violations.add("prompt.text", too_long(nbytes, limits.max_text_bytes))
+
+
+def check_chat(chat: pb.Chat, limits: Limits, violations: Violations) -> None:
     """Add what is wrong with the messages, or that this model has no chat template."""
-    if not has_tokenizer:
+    if not limits.has_tokenizer:
         violations.add("prompt.chat", "this model has no tokenizer: send token_ids")
-    elif not has_chat_template:
+    elif not limits.has_chat_template:
         violations.add("prompt.chat", "this model has no chat template: send text")
     if not chat.messages:
         violations.add("prompt.chat.messages", "is empty")
+    if len(chat.messages) > MAX_MESSAGES:
+        violations.add("prompt.chat.messages", f"must have at most {MAX_MESSAGES} entries, has {len(chat.messages)}")
+        return
+    nbytes = sum(len(message.content.encode()) for message in chat.messages)
+    if limits.has_tokenizer and nbytes > limits.max_text_bytes:
+        violations.add("prompt.chat.messages", too_long(nbytes, limits.max_text_bytes))
     for position, message in enumerate(chat.messages):
         if message.role not in ROLES:
             expected = f"must be one of {', '.join(ROLES)}, is {message.role!r:.60}"
@@ -136,6 +159,12 @@ def check_token_ids(ids: Iterable[int], field: str, vocab_size: int, violations:
     wrong = next(((i, token) for i, token in enumerate(ids) if not 0 <= token < vocab_size), None)
     if wrong is not None:
         violations.add(f"{field}[{wrong[0]}]", f"{wrong[1]} is not a token id: the model has 0 to {vocab_size - 1}")
+
+
+def check_round_trip(num_tokens: int, field: str, violations: Violations) -> None:
+    """Add that there are too many tokens for one answer of Tokenize or Detokenize."""
+    if num_tokens > MAX_ROUND_TRIP_TOKENS:
+        violations.add(field, f"has {num_tokens} tokens; at most {MAX_ROUND_TRIP_TOKENS} are converted at once")
 
 
 def check_length(num_tokens: int, request: pb.GenerateRequest, limits: Limits, violations: Violations) -> None:
@@ -181,4 +210,5 @@ def _check_stop(stop: pb.Stop, limits: Limits, violations: Violations) -> None:
             violations.add(f"stop.strings[{position}]", expected)
     if len(stop.token_ids) > MAX_STOP_TOKENS:
         violations.add("stop.token_ids", f"must have at most {MAX_STOP_TOKENS} entries, has {len(stop.token_ids)}")
+        return
     check_token_ids(stop.token_ids, "stop.token_ids", limits.vocab_size, violations)

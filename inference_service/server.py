@@ -27,7 +27,7 @@ from inference_service.control_servicer import ControlServicer
 from inference_service.engine.client import EngineClient
 from inference_service.served_model import ServedModel, load_served_model
 from inference_service.servicer import InferenceServicer
-from inference_service.types import EXIT_CONFIG, EngineReady
+from inference_service.types import EXIT_CONFIG, READY_LINE, EngineReady
 from loraplex.inference.v1.control_pb2_grpc import add_AdapterControlServiceServicer_to_server
 from loraplex.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from shared import log as log_setup
@@ -150,6 +150,7 @@ async def run() -> None:
     engine = EngineClient(settings.api_address, identity)
     adapters = AdapterClient.start(settings.adapter_address, identity)
     server = await start(settings.listen, model, engine, adapters, reuse_port=settings.reuse_port)
+    print(READY_LINE, flush=True)
     log.info("listening", extra={"port": server.port})
     parent = asyncio.create_task(_follow_events(reader, engine, adapters))
     stopping = asyncio.create_task(stop.wait())

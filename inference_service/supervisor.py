@@ -14,18 +14,19 @@ log = logging.getLogger(__name__)
 
 
 class RestartPolicy(NamedTuple):
-    """A process that lived less than `quick_seconds` failed quickly; `max_quick_failures` in a row end the replica.
+    """A process that ended before it was ready is a failed start; `max_failed_starts` in a row end the replica.
 
-    A restart waits `first_delay` seconds, twice as long after each further quick failure, at most `max_delay`.
+    A restart waits `first_delay` seconds, twice as long after each further end within `quick_seconds`, at most
+    `max_delay`.
     """
 
     quick_seconds: float = 60.0
-    max_quick_failures: int = 3
+    max_failed_starts: int = 3
     first_delay: float = 0.25
     max_delay: float = 10.0
 
     def delay(self, failures: int) -> float:
-        """Seconds to wait after `failures` quick failures in a row."""
+        """Seconds to wait after `failures` quick ends in a row."""
         return float(min(self.first_delay * 2 ** max(failures - 1, 0), self.max_delay))
 
 
@@ -37,11 +38,13 @@ class Supervisor:
         self._children = [Child(spec) for spec in specs]
         self._policy = policy or RestartPolicy()
         self._ended = asyncio.Event()
+        self._exit_code = 1
 
     async def run(self) -> int:
         """Run until SIGTERM, SIGINT or a failure that no restart mends; all children have ended when it returns.
 
-        Returns the exit code: 0 after a signal; else 1, and `failure` says why.
+        Returns the exit code: 0 after a signal; else `failure` says why, and it is 2 (`EXIT_CONFIG`)
+        if a child ended with that, and else 1.
         """
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -54,11 +57,12 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*keeping, return_exceptions=True)
             await stop_in_stages(self._children)
-        return 0 if self.failure is None else 1
+        return 0 if self.failure is None else self._exit_code
 
     async def _keep(self, child: Child) -> None:
         """Start a child, and again whenever it ends."""
-        role, failures, is_restart = child.spec.role, 0, False
+        role, quick_ends, failed_starts = child.spec.role, 0, 0
+        was_ready = is_restart = False
         while True:
             started = time.monotonic()
             await self._spawn(child, is_restart=is_restart)
@@ -66,13 +70,16 @@ class Supervisor:
             self._tell_others(child, f"{role}_down")  # at once: streams hang until they hear it
             await child.finish_output()
             is_quick = time.monotonic() - started < self._policy.quick_seconds
-            failures = failures + 1 if is_quick else 0
+            quick_ends = quick_ends + 1 if is_quick else 0
+            failed_starts = 0 if child.is_ready else failed_starts + 1
+            was_ready = was_ready or child.is_ready
             reason = _reason(child, code)
-            if code == EXIT_CONFIG or failures >= self._policy.max_quick_failures:
+            if failed_starts >= self._policy.max_failed_starts or (code == EXIT_CONFIG and not was_ready):
+                self._exit_code = EXIT_CONFIG if code == EXIT_CONFIG else self._exit_code
                 self._fail(reason)
                 return
             log.warning("%s; starting it again", reason)
-            await asyncio.sleep(self._policy.delay(failures))
+            await asyncio.sleep(self._policy.delay(quick_ends))
             is_restart = True
 
     async def _spawn(self, child: Child, *, is_restart: bool) -> None:

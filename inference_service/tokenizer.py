@@ -1,25 +1,46 @@
-"""The base model's tokenizer, as its tokenizer.json describes it."""
+"""The base model's tokenizer, as its tokenizer.json describes it.
+
+The library's batch calls let other threads run while they work; its calls for one text or token do not.
+"""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
 from shared.errors import InvalidArgument
 
+T = TypeVar("T")
+
 # Encoding a longer text takes about a millisecond, during which no other stream could be written.
 _INLINE_CHARACTERS = 2000
+_INLINE_TOKENS = 500
+_THREADS = 2  # requests that are worked on off the event loop; further ones wait
+_SHORTEST_BOUND = 64  # bytes of a token: normalizers may shorten a text a little
 
 
 class Tokenizer:
-    """Text to token ids and back. `backend` is the `tokenizers` object that the detokenizer streams with."""
+    """Text to token ids and back. `backend` is the `tokenizers` object that the detokenizer streams with.
+
+    `longest_token`: bytes of text that one token can stand for; a longer text than that for each has more tokens.
+    """
 
     def __init__(self, backend: Any) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.longest_token = max((len(token.encode()) for token in vocabulary), default=0)
+        self.longest_token = max(self.longest_token, _SHORTEST_BOUND)
+        self._threads = ThreadPoolExecutor(_THREADS, "tokenizer")
+
+    async def in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
+        """`call` on one of the few threads for what takes long."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer's post-processor adds, if wanted.
@@ -27,19 +48,33 @@ class Tokenizer:
         Long texts are encoded on another thread.
         """
         if len(text) > _INLINE_CHARACTERS:
-            return await asyncio.to_thread(self._encode, text, add_special_tokens)
+            return await self.in_thread(self._encode, text, add_special_tokens)
         return self._encode(text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; an id that the tokenizer lacks has none."""
+        """Text of `ids`; an id that the tokenizer lacks has none. For few ids: others wait meanwhile."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
+    async def decode_any(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Likewise for any number of ids."""
+        (text,) = await self._decode([list(ids)], len(ids), skip_special_tokens)
+        return text
+
+    async def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each id by itself; part of a character shows as U+FFFD."""
-        return [self.decode([token_id], skip_special_tokens=False) for token_id in ids]
+        different = list(dict.fromkeys(ids))
+        texts = await self._decode([[token_id] for token_id in different], len(different), False)
+        text_of = dict(zip(different, texts, strict=True))
+        return [text_of[token_id] for token_id in ids]
+
+    async def _decode(self, batch: list[list[int]], num_tokens: int, skip_special_tokens: bool) -> list[str]:
+        decode = partial(self.backend.decode_batch, batch, skip_special_tokens=skip_special_tokens)
+        texts: list[str] = await self.in_thread(decode) if num_tokens > _INLINE_TOKENS else decode()
+        return texts
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:

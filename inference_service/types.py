@@ -16,6 +16,7 @@ from shared.errors import ErrorRecord
 FinishReason = Literal["stop", "length"]
 
 EXIT_CONFIG = 2  # exit code of a process that starting again cannot help
+READY_LINE = "ready"  # what a child process writes to standard output, for the supervisor, when its start is over
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -103,7 +104,13 @@ class ListResident(msgspec.Struct, tag=True, frozen=True):
     call_id: int
 
 
-EngineRequest = Hello | Submit | Abort | LoadAdapter | UnloadAdapter | ListResident
+class CancelCall(msgspec.Struct, tag=True, frozen=True):
+    """Nobody waits for the `Reply` to this call any more. Unknown ones are ignored."""
+
+    call_id: int
+
+
+EngineRequest = Hello | Submit | Abort | LoadAdapter | UnloadAdapter | ListResident | CancelCall
 
 
 # ---- engine process → API process
@@ -211,11 +218,14 @@ class PreparedAdapter(msgspec.Struct, frozen=True):
 
 
 class StagedAdapter(msgspec.Struct, frozen=True):
-    """An adapter in the disk or host tier. `size_bytes`: of the files, or of the blob when in host memory."""
+    """An adapter in the disk or host tier. `size_bytes`: of the files, or of the blob when in host memory.
+
+    KNOWN: in neither, but resolved here before, so that it has a name.
+    """
 
     version: str
     digest: str
-    level: Literal["DISK", "HOST"]
+    level: Literal["DISK", "HOST", "KNOWN"]
     rank: int
     size_bytes: int
 
@@ -243,7 +253,10 @@ class DropStaged(msgspec.Struct, tag=True, frozen=True):
 
 
 class ListStaged(msgspec.Struct, tag=True, frozen=True):
+    """What the disk and host tiers hold, and the names of `digests` that they do not hold."""
+
     call_id: int
+    digests: tuple[str, ...] = ()
 
 
 # ---- engine process ↔ adapter process

@@ -6,6 +6,7 @@ Rounds where transformers' `LlamaRMSNorm` does: the norm in float32, a cast to t
 import torch
 from torch import Tensor
 
+from kernels.lora import add
 from kernels.table import Addend
 
 
@@ -35,8 +36,7 @@ def add_rms_norm(
 ) -> Tensor:
     """Semantics: residual += x, rounded to its dtype, in place; out = the RMSNorm of residual.
 
-    With an addend, x is what `kernels.lora.add` would make of it, rounded to its dtype as it does; it runs on a GPU
-    only, and what `x` holds afterwards is undefined.
+    With an addend, x is first what `kernels.lora.add` makes of it, in place; that runs on a GPU only.
 
     Args:
         x: `[rows, size]`, last dimension contiguous.
@@ -47,9 +47,8 @@ def add_rms_norm(
         out: `[rows, size]` in x's dtype, or None to allocate. May be `x`.
     """
     if addend is not None:
-        from kernels import rms_norm_lora_triton
-
-        return rms_norm_lora_triton.add_rms_norm(x, residual, weight, eps, addend, out)
+        # On its own, since it fills the GPU, where one program a row would read the row's whole B by itself.
+        add(x, addend)
     if x.is_cuda:
         from kernels import rms_norm_triton
 

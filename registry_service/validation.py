@@ -6,7 +6,7 @@ and not a crash.
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -15,6 +15,7 @@ from shared.adapter_format.config import LoraConfig, parse_adapter_config
 from shared.adapter_format.files import adapter_files
 from shared.adapter_format.finite import FiniteScan
 from shared.adapter_format.header import MAX_HEADER_BYTES, read_header
+from shared.adapter_format.reasons import file_invalid
 from shared.base_model import MODULES, ModelConfig, default_id, linear_shape
 from shared.digest import FileEntry, manifest_digest
 from shared.errors import AdapterInvalid, SourceUnavailable
@@ -100,7 +101,19 @@ def _read_weights(
     scan.feed(head)
     while chunk := stream.read(CHUNK_BYTES):
         scan.feed(chunk)
-    return binding, stream.finish()
+    entry = stream.finish()
+    _check_does_something(binding, scan.nonzero, name)
+    return binding, entry
+
+
+def _check_does_something(binding: BindingPlan, nonzero: Set[str], file: str) -> None:
+    """One of A and B is zero in a fresh adapter; were it so in every module, it would be the base model's twin."""
+    if any(module.a in nonzero and module.b in nonzero for module in binding.modules):
+        return
+    kind = "lora_B" if all(module.b not in nonzero for module in binding.modules) else "lora_A"
+    if kind == "lora_A" and any(module.a in nonzero for module in binding.modules):
+        kind = "lora_A or lora_B"
+    raise file_invalid(file, f"the adapter does nothing: every {kind} is all zero; was it saved before training?")
 
 
 class _Stream:

@@ -93,6 +93,8 @@ def _build(fields: JsonFields, architecture: str, max_position: int, rope: Rope)
     hidden_size = fields.integer("hidden_size", high=1 << 20)
     num_heads, num_kv_heads, head_dim = _heads(fields, architecture, hidden_size)
     _check_supported(fields)
+    if fields.raw.get("rms_norm_eps", 1) is None:  # transformers has no default for a null
+        fields.wrong("rms_norm_eps", "must be a number above zero, is null")
     attention_bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and fields.flag("attention_bias", False)
     return ModelConfig(
         architecture=architecture,

@@ -60,7 +60,7 @@ def parse_rope(config: JsonFields, max_position: int) -> Rope:
         case "llama3":
             return Rope(theta, _llama3(group, original))
         case "yarn":
-            return Rope(theta, _yarn(group, original, max_position))
+            return Rope(theta, _yarn(group, original))
     group.wrong("rope_type", f"rope type {kind!r:.80} is not supported; supported: default, linear, llama3, yarn")
     return Rope(theta, None)
 
@@ -77,8 +77,8 @@ def _llama3(group: JsonFields, original: int) -> RopeScaling:
     return RopeScaling("llama3", group.number("factor"), original, low_freq_factor=low, high_freq_factor=high)
 
 
-def _yarn(group: JsonFields, original: int, max_position: int) -> RopeScaling:
-    factor = group.number("factor", max_position / original)
+def _yarn(group: JsonFields, original: int) -> RopeScaling:
+    factor = group.number("factor")
     return RopeScaling(
         "yarn",
         factor,

@@ -1,4 +1,9 @@
-"""The one table between domain errors and `google.rpc.Status`."""
+"""The one table between domain errors and `google.rpc.Status`.
+
+A status travels as HTTP/2 metadata, of which clients take 8 KiB: long errors are shortened here, whoever raises them.
+"""
+
+from urllib.parse import quote
 
 import grpc
 from google.protobuf.any_pb2 import Any
@@ -22,20 +27,44 @@ from shared.errors import (
 
 DOMAIN = "loraplex"
 
+MAX_VIOLATIONS = 16
+_MAX_METADATA = 16  # entries
+_MAX_STATUS_BYTES = 6 << 10  # as they travel
+_TEXT_BYTES = (1024, 512, 256, 128, 64)  # how long each text may be; the first that fits
+
 
 def to_grpc_status(error: LoraplexError) -> grpc.Status:
-    """`error` as a status with ErrorInfo and the further details that apply to its kind."""
+    """`error` as a status with ErrorInfo and the further details that apply to its kind.
+
+    At most 16 field violations are told, and all texts are cut until the whole fits into a client's metadata.
+    """
+    statuses = (_status(error, limit) for limit in _TEXT_BYTES)
+    status = next((status for status in statuses if _travelling_bytes(status) <= _MAX_STATUS_BYTES), None)
+    return rpc_status.to_status(status or _status(error, _TEXT_BYTES[-1]))
+
+
+def _travelling_bytes(status: status_pb2.Status) -> int:
+    """The message goes percent-encoded, and once more in the details, which go as base64."""
+    size: int = status.ByteSize()
+    return len(quote(status.message, safe=" ")) + size * 4 // 3
+
+
+def _status(error: LoraplexError, limit: int) -> status_pb2.Status:
+    """The status, with no text of more than about `limit` bytes."""
     code: grpc.StatusCode = grpc.StatusCode[error.code]
-    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)]
+    metadata = {_cut(k, limit): _cut(v, limit) for k, v in list(error.metadata.items())[:_MAX_METADATA]}
+    message = _message(error, limit)
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)]
     if isinstance(error, InvalidArgument):
-        violations = [{"field": v.field, "description": v.description} for v in error.violations]
+        told = error.violations[:MAX_VIOLATIONS]
+        violations = [{"field": _cut(v.field, limit), "description": _cut(v.description, limit)} for v in told]
         details.append(error_details_pb2.BadRequest(field_violations=violations))
     if isinstance(error, FailedPrecondition):
-        subject = next(iter(error.metadata.values()), "")
-        violation = {"type": error.reason, "subject": subject, "description": error.message}
+        subject = next(iter(metadata.values()), "")
+        violation = {"type": error.reason, "subject": subject, "description": message}
         details.append(error_details_pb2.PreconditionFailure(violations=[violation]))
     if isinstance(error, NamespaceQuota):
-        quota = {"subject": error.metadata.get("namespace", ""), "description": error.message}
+        quota = {"subject": metadata.get("namespace", ""), "description": message}
         details.append(error_details_pb2.QuotaFailure(violations=[quota]))
     retry_after = error.retry_after
     if retry_after is None and isinstance(error, Unavailable):
@@ -44,9 +73,23 @@ def to_grpc_status(error: LoraplexError) -> grpc.Status:
         delay = Duration()
         delay.FromNanoseconds(int(retry_after * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    return rpc_status.to_status(
-        status_pb2.Status(code=code.value[0], message=error.message, details=[_pack(d) for d in details])
-    )
+    return status_pb2.Status(code=code.value[0], message=message, details=[_pack(d) for d in details])
+
+
+def _message(error: LoraplexError, limit: int) -> str:
+    more = len(error.violations) - MAX_VIOLATIONS
+    if more <= 0:
+        return _cut(error.message, limit)
+    told = "; ".join(f"{v.field}: {v.description}" for v in error.violations[:MAX_VIOLATIONS])
+    return f"{_cut(told, limit)}; and {more} more"
+
+
+def _cut(text: str, limit: int) -> str:
+    """At most `limit` bytes of UTF-8, which end in an ellipsis if something is missing."""
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= limit:
+        return encoded.decode()
+    return encoded[: limit - 3].decode(errors="ignore") + "…"
 
 
 def _pack(detail: Message) -> Any:

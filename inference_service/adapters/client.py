@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from itertools import count
 
 import msgspec
@@ -78,10 +79,10 @@ class AdapterClient:
         call_id = next(self._call_ids)
         return (await self._call(call_id, DropStaged(call_id, digest))).freed_bytes
 
-    async def list_staged(self) -> list[StagedAdapter]:
-        """What the host and disk tiers hold."""
+    async def list_staged(self, digests: Sequence[str] = ()) -> list[StagedAdapter]:
+        """What the host and disk tiers hold, and the names that are known of further `digests`."""
         call_id = next(self._call_ids)
-        return (await self._call(call_id, ListStaged(call_id))).staged
+        return (await self._call(call_id, ListStaged(call_id, tuple(digests)))).staged
 
     def adapters_down(self) -> None:
         """The adapter process died: every call in flight fails with SourceUnavailable."""

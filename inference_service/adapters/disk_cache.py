@@ -3,8 +3,10 @@
 A folder gets its name by a rename once it is complete and synced, and loses it by a rename before it is deleted, so
 several processes may share a cache and a crash leaves nothing half-written under a digest. What a process writes or
 deletes lies in a work folder of its own, locked while it lives; start-up sweeps those of the dead.
+`names` (names.py) remembers what adapters are called.
 """
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -18,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
+from inference_service.adapters.names import AdapterNames
 from shared.digest import FileEntry, manifest_digest
 from shared.errors import AdapterMemory, InvalidArgument
 
@@ -26,6 +29,7 @@ log = logging.getLogger(__name__)
 _HEX = re.compile(r"[0-9a-f]{64}")
 _PREFIX = "sha256:"
 BUSY_RETRY_SECONDS = 1.0
+_NO_FOLDER = (errno.ENOTDIR, errno.EACCES, errno.ELOOP)
 
 
 class DiskCache:
@@ -36,6 +40,7 @@ class DiskCache:
 
     def __init__(self, root: Path, budget: int) -> None:
         self._budget = budget
+        self.root = root
         self._folders = root / "sha256"
         self._lock = Lock()
         self._held: Counter[str] = Counter()
@@ -46,6 +51,7 @@ class DiskCache:
         self._sizes = _scan(self._folders)  # by digest, least recently used first
         with self._room(0):
             pass
+        self.names = AdapterNames(root / "names")
 
     @contextmanager
     def held(self, digest: str) -> Iterator[None]:
@@ -68,9 +74,12 @@ class DiskCache:
         folder = self._folder(digest)
         try:
             sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder)}
-        except OSError:
+        except OSError as error:
             with self._lock:
                 self._sizes.pop(digest, None)
+            if error.errno in _NO_FOLDER:
+                log.warning("what lies in place of the cached %s is no folder and is deleted", digest)
+                self._delete(digest)
             return None
         if sizes == {file.path: file.size for file in files}:
             with suppress(OSError):
@@ -111,15 +120,32 @@ class DiskCache:
             with self._lock:
                 self._reserved -= nbytes
 
-    def _victims(self, nbytes: int) -> list[str]:
-        over = sum(self._sizes.values()) + self._reserved + nbytes - self._budget
+    def evict(self, nbytes: int) -> bool:
+        """Delete idle adapters, least recently used first, of at least `nbytes`, or all: the volume is full.
+
+        False if there is none.
+        """
+        with self._lock:
+            victims, _ = self._idle(nbytes)
+            for digest in victims:
+                del self._sizes[digest]
+        for digest in victims:
+            self._delete(digest)
+        return bool(victims)
+
+    def _idle(self, nbytes: int) -> tuple[list[str], int]:
+        """Idle adapters, least recently used first, that have `nbytes` together; and how many bytes they lack."""
         victims = []
         for digest, size in self._sizes.items():
-            if over <= 0:
+            if nbytes <= 0:
                 break
             if not self._held[digest]:
                 victims.append(digest)
-                over -= size
+                nbytes -= size
+        return victims, nbytes
+
+    def _victims(self, nbytes: int) -> list[str]:
+        victims, over = self._idle(sum(self._sizes.values()) + self._reserved + nbytes - self._budget)
         if over > 0 and nbytes:
             message = f"the disk cache has no room for {nbytes} bytes beside the adapters in use"
             raise AdapterMemory(message, metadata={"tier": "disk"}, retry_after=BUSY_RETRY_SECONDS)
@@ -186,7 +212,10 @@ class DiskCache:
         except OSError as error:
             log.debug("not deleted: %s", error)
             return
-        shutil.rmtree(trash, ignore_errors=True)
+        if trash.is_dir() and not trash.is_symlink():
+            shutil.rmtree(trash, ignore_errors=True)
+        else:
+            trash.unlink(missing_ok=True)
 
 
 def _create_work_folder(parent: Path) -> tuple[Path, int]:
@@ -230,7 +259,7 @@ def _scan(folders: Path) -> OrderedDict[str, int]:
             if _HEX.fullmatch(folder.name):
                 size = sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder))
                 found.append((folder.stat().st_mtime, _PREFIX + folder.name, size))
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:  # gone, or no folder: whoever wants it deletes it
             continue
     log.info("the disk cache holds %d adapters", len(found))
     return OrderedDict((digest, size) for _, digest, size in sorted(found))

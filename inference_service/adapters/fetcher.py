@@ -22,6 +22,7 @@ from shared.errors import (
     SourceForbidden,
     SourceNotFound,
     SourceUnavailable,
+    Unavailable,
 )
 from shared.sources.resolver import PinnedSource, Source, open_source
 
@@ -31,6 +32,14 @@ _PIECE_BYTES = 1 << 20
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_RETRY_SECONDS = 5.0
 _OPEN_SOURCE = partial(open_source, reader="replica")
+
+
+class CacheUnavailable(Unavailable):
+    """The fault is this replica's, whatever the source."""
+
+
+class _VolumeFull(AdapterMemory):
+    """The volume has no room for what the cache's budget allows."""
 
 
 class Fetcher:
@@ -59,14 +68,17 @@ class Fetcher:
             DigestMismatch: what the sources hold is not what was registered.
             SourceNotFound, SourceForbidden, SourceUnavailable: no source could be read.
             AdapterMemory: the disk, or the cache's budget, is full.
+            CacheUnavailable: the cache's folder cannot be written.
         """
+        if version.number:  # else nobody knows its name
+            self._cache.names.remember(version.digest, version.name, version.rank)
         if (folder := self._cache.find(version.digest, version.files)) is not None:
             return folder
         failures: list[LoraplexError] = []
         for source in version.sources:
             try:
-                return self._download(version, source)
-            except (AdapterMemory, Draining):
+                return self._download_making_room(version, source)
+            except (AdapterMemory, CacheUnavailable, Draining):
                 raise
             except LoraplexError as error:
                 log.warning("%s from %s: %s", version.name, source.uri, error)
@@ -76,6 +88,15 @@ class Fetcher:
     def close(self) -> None:
         """Makes running downloads end soon, with `Draining`."""
         self._is_closing.set()
+
+    def _download_making_room(self, version: ResolvedVersion, pinned: PinnedSource) -> Path:
+        """Once more without the idle adapters, should the volume be full before the cache's budget is."""
+        try:
+            return self._download(version, pinned)
+        except _VolumeFull:
+            if not self._cache.evict(sum(file.size for file in version.files)):
+                raise
+        return self._download(version, pinned)
 
     def _download(self, version: ResolvedVersion, pinned: PinnedSource) -> Path:
         try:
@@ -91,10 +112,11 @@ class Fetcher:
                         self._copy(stream, target, file, pinned.uri)
                 return self._cache.install(version.digest, folder, nbytes)
         except OSError as error:
-            message = f"cannot write to the disk cache: {error.strerror}"
+            message = f"the disk cache {self._cache.root} (--cache-dir) cannot be written: {error.strerror}"
+            metadata = {"tier": "disk", "cache_dir": str(self._cache.root)}
             if error.errno in _DISK_FULL:
-                raise AdapterMemory(message, metadata={"tier": "disk"}, retry_after=_FULL_RETRY_SECONDS) from None
-            raise SourceUnavailable(message, metadata={"uri": pinned.uri}) from None
+                raise _VolumeFull(message, metadata=metadata, retry_after=_FULL_RETRY_SECONDS) from None
+            raise CacheUnavailable(message, metadata=metadata) from None
 
     def _copy(self, stream: BinaryIO, target: BinaryIO, file: FileEntry, uri: str) -> None:
         """Copy exactly the file of the manifest, or raise DigestMismatch; never reads more than a byte too many."""

@@ -4,11 +4,11 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from inference_service.adapters.config import Dtype
@@ -192,22 +192,28 @@ class AdapterLoader:
         """Forget the blob, once the engine has released it. Its bytes; 0 if there is none."""
         return self._tiers.host.drop(digest)
 
-    def staged(self) -> list[StagedAdapter]:
-        """Everything in the host and disk tiers, each under every version name that was resolved to it.
+    def staged(self, digests: Sequence[str] = ()) -> list[StagedAdapter]:
+        """Everything in the host and disk tiers, each under every version name that was resolved to it, and what is
+        known of further `digests`.
 
-        What lies on disk from before this process started has an empty version and rank 0 until it is resolved.
+        What was never resolved on this machine has an empty version and rank 0.
         """
         in_host = dict(self._tiers.host.entries())
         found = [item for digest, layout in in_host.items() for item in self._named(digest, "HOST", layout.nbytes)]
-        for digest, nbytes in self._tiers.disk.entries():
+        on_disk = dict(self._tiers.disk.entries())
+        for digest, nbytes in on_disk.items():
             if digest not in in_host:
                 found.extend(self._named(digest, "DISK", nbytes))
+        for digest in digests:
+            if digest not in in_host and digest not in on_disk:
+                found.extend(self._named(digest, "KNOWN", 0))
         return found
 
-    def _named(self, digest: str, level: str, nbytes: int) -> list[StagedAdapter]:
+    def _named(self, digest: str, level: Literal["DISK", "HOST", "KNOWN"], nbytes: int) -> list[StagedAdapter]:
         known = self._known.get(digest)
-        versions = [(v.name, v.rank) for v in known.versions.values()] if known and known.versions else [("", 0)]
-        return [StagedAdapter(name, digest, level, rank, nbytes) for name, rank in versions]  # type: ignore[arg-type]
+        names = {v.name: v.rank for v in known.versions.values()} if known else {}
+        names = names or dict(self._tiers.disk.names.of(digest)) or {"": 0}
+        return [StagedAdapter(name, digest, level, rank, nbytes) for name, rank in names.items()]
 
     def _learn(self, version: ResolvedVersion) -> None:
         known = self._known.setdefault(version.digest, _Known())

@@ -31,6 +31,8 @@ from inference_service.adapters.registry_client import BaseModelFacts, RegistryC
 from inference_service.adapters.resolution import BaseModelIdentity
 from inference_service.adapters.store import HostStore
 from inference_service.types import (
+    EXIT_CONFIG,
+    READY_LINE,
     Acquire,
     Acquired,
     AcquireFailed,
@@ -48,7 +50,7 @@ from inference_service.types import (
 from shared import log as logs
 from shared.base_model import fingerprint, parse_config
 from shared.base_weights import fingerprint_with_weights
-from shared.errors import LoraplexError
+from shared.errors import InvalidArgument, LoraplexError
 from shared.model_folder import read_json_object
 
 log = logging.getLogger(__name__)
@@ -94,7 +96,7 @@ class AdapterServer:
                 freed = self._loader.drop(message.digest)
                 self._start(self._send(identity, Reply(message.call_id, freed_bytes=freed)))
             case ListStaged():
-                self._start(self._send(identity, Reply(message.call_id, staged=self._loader.staged())))
+                self._start(self._send(identity, Reply(message.call_id, staged=self._loader.staged(message.digests))))
             case EngineStarted():
                 for task in self._acquires:
                     task.cancel()
@@ -158,6 +160,7 @@ async def serve(start: AdapterProcessStart, stop: asyncio.Event) -> None:
             loop.create_task(AdapterServer(socket, loader).run()),
             loop.create_task(_register(registry, base_model, raw_config, folder)),
         ]
+        print(READY_LINE, flush=True)
         stopping = loop.create_task(stop.wait())
         done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
         for task in (*tasks, stopping):
@@ -237,7 +240,7 @@ async def _run(start: AdapterProcessStart) -> None:
 
 
 def main() -> int:
-    """Entry point; the exit status is 0 after SIGTERM or the parent's end, 1 if it could not start."""
+    """Entry point; the exit status is 0 after SIGTERM or the parent's end, else 2 if starting again cannot help, or 1."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=AdapterProcessStart)
     logs.setup("adapters", start.config.log_level)
@@ -245,7 +248,7 @@ def main() -> int:
         uvloop.run(_run(start))
     except (LoraplexError, OSError, zmq.ZMQError) as error:
         log.error("the adapter process ends: %s", error)
-        return 1
+        return EXIT_CONFIG if isinstance(error, InvalidArgument) else 1
     return 0
 
 

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT = 3.0
 FAILURE_MEMORY = 1.0
+PATIENCE = 0.25  # seconds that a caller with an expired answer waits for a new one
 MAX_ANSWERS = 50_000
 _FIRST_DELAY, _LONGEST_DELAY, _SETTLED_DELAY = 0.2, 5.0, 60.0
 # What the registry says about the reference itself. Any other failure is the registry's, and says nothing about it.
@@ -102,7 +103,8 @@ class RegistryClient:
     async def resolve(self, reference: str, choice_key: str = "") -> ResolvedVersion:
         """The version that the canonical `reference` means now, chosen by `choice_key` where there are several.
 
-        While the registry is unreachable, only the first caller who finds an answer expired waits for it.
+        Whoever finds an answer expired waits a moment for a new one and then takes the old one, if it is young enough;
+        while the registry is unreachable, it is taken at once. The new one arrives in the background.
 
         Raises:
             RegistryUnavailable: no answer, and none remembered that is young enough.
@@ -117,8 +119,9 @@ class RegistryClient:
             self._refresh_soon(reference)
             return stale.resolution.choose(choice_key)
         try:
-            resolution = await self._flights.run(reference, lambda: self._ask(reference))
-        except RegistryUnavailable:
+            async with asyncio.timeout(None if stale is None else PATIENCE):
+                resolution = await self._flights.run(reference, lambda: self._ask(reference))
+        except (RegistryUnavailable, TimeoutError):
             if stale is None:
                 raise
             resolution = stale.resolution

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -9,6 +10,7 @@ import zmq.asyncio
 from inference_service.engine.event_queue import Event, EventQueue
 from inference_service.types import (
     Abort,
+    CancelCall,
     EngineReady,
     EngineRequest,
     EngineResponse,
@@ -24,7 +26,7 @@ from inference_service.types import (
     decode_engine_response,
     encode,
 )
-from shared.errors import EngineUnavailable, RequestIdReused, from_record
+from shared.errors import EngineUnavailable, LoraplexError, RequestIdReused, from_record
 
 Call = LoadAdapter | UnloadAdapter | ListResident
 RETRY_AFTER_SECONDS = 1.0
@@ -133,6 +135,9 @@ class EngineClient:
         try:
             self._send(message)
             reply: Reply = await future
+        except asyncio.CancelledError:
+            self._send(CancelCall(message.call_id))
+            raise
         finally:
             self._calls.pop(message.call_id, None)
         if reply.error is not None:
@@ -145,10 +150,9 @@ class EngineClient:
         for events in self._streams.values():
             events.fail(error)
         for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error)
+            _fail(future, error)
+        if self._ready is not None:
+            _fail(self._ready, error)
         self._ready = None
         self._disconnect()  # what the old engine did not read must not reach the new one
         self._down.set()
@@ -211,3 +215,10 @@ class EngineClient:
             events = self._streams.get(failure.request_id)
             if events is not None:
                 events.fail(from_record(failure.error))
+
+
+def _fail(future: asyncio.Future[Any], error: LoraplexError) -> None:
+    """Fail a future that may have lost its waiter; asyncio would log an error that nobody retrieves."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()

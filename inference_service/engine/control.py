@@ -1,5 +1,6 @@
 """LoadAdapter, UnloadAdapter and ListResident, answered when what they ask for has come true."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from inference_service.engine.engine import Engine
@@ -17,6 +18,8 @@ class ManagedAdapters(Adapters, Protocol):
     def load(self, digest: str, pinned: bool) -> AdapterState: ...
 
     def begin_unload(self, digest: str) -> AdapterState | None: ...
+
+    def cancel_unload(self, digest: str) -> None: ...
 
     def residents(self) -> list[ResidentAdapter]: ...
 
@@ -57,16 +60,28 @@ class AdapterControl:
         answers, self._answers = self._answers, []
         return answers
 
+    def cancel(self, client: bytes, call_id: int) -> None:
+        """Nobody waits for this answer any more. A load goes on; an adapter that still drains can be used again."""
+        self._forget(lambda its_client, call: (its_client, call.call_id) == (client, call_id))
+
     def drop_client(self, client: bytes) -> None:
-        """Nobody waits for these answers any more. What was begun goes on."""
-        self._loads = [pending for pending in self._loads if pending[0] != client]
-        self._unloads = [pending for pending in self._unloads if pending[0] != client]
-        self._held.intersection_update(call.digest for _, call in self._unloads)
+        """As `cancel`, of all its calls."""
+        self._forget(lambda its_client, _: its_client == client)
 
     @property
     def loading(self) -> list[str]:
         """Digests that a call waits for."""
         return [call.digest for _, call in self._loads]
+
+    def _forget(self, is_given_up: Callable[[bytes, AdapterCall], bool]) -> None:
+        self._loads = [pending for pending in self._loads if not is_given_up(*pending)]
+        self._unloads = [pending for pending in self._unloads if not is_given_up(*pending)]
+        for digest in self._held - {call.digest for _, call in self._unloads}:
+            self._held.discard(digest)
+            self._adapters.cancel_unload(digest)
+            for _, call in self._loads:
+                if call.digest == digest:  # the unload took its pin away
+                    self._adapters.load(digest, call.pinned)
 
     def _unload(self, client: bytes, call: UnloadAdapter) -> None:
         if call.force:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from inference_service.engine.blocks import chain_seed
 from inference_service.engine.scheduler import Scheduler
 from inference_service.engine.sequence import Request, Sequence, State, check_spec
-from inference_service.engine.step import Chunk, DeviceLost, PendingStep, Schedule, StepResult
+from inference_service.engine.step import NOT_FINITE, Chunk, DeviceLost, PendingStep, Schedule, StepResult
 from inference_service.types import (
     GenerateSpec,
     PromptLogprobs,
@@ -18,7 +18,7 @@ from inference_service.types import (
     StepOutput,
     TokenLogprobs,
 )
-from shared.errors import Internal, LoraplexError, RequestIdReused
+from shared.errors import AdapterInvalid, Internal, LoraplexError, RequestIdReused
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Engine:
     def step(self, now: float) -> dict[bytes, StepOutput]:
         """One forward pass at time `now`: what each API process (by name) should hear of it."""
         schedule = self.scheduler.schedule(now)
-        pending = self._launch(schedule) if schedule.chunks else None
+        pending = self._guard(schedule, lambda: self.runner.launch(schedule)) if schedule.chunks else None
         self.is_computing = bool(schedule.chunks) or self._launched is not None
         self._complete_launched(now)
         self._launched = Launched(schedule, pending)
@@ -116,9 +116,6 @@ class Engine:
         """Whether the next step can be launched without this one's tokens; the device then never waits for the host."""
         return self.runner.looks_ahead and not any(chunk.sequence.request.needs_history for chunk in schedule.chunks)
 
-    def _launch(self, schedule: Schedule) -> PendingStep | None:
-        return self._guard(schedule, lambda: self.runner.launch(schedule))
-
     def _complete_launched(self, now: float) -> None:
         """Read the last launched step, if that has not been done."""
         launched, self._launched = self._launched, None
@@ -135,7 +132,7 @@ class Engine:
         except DeviceLost:
             raise
         except Exception:
-            error = Internal(f"internal error (id {uuid.uuid4().hex})")
+            error = _internal()
             log.exception("%s in a step of %d sequences", error.message, len(schedule.chunks))
             for request in dict.fromkeys(chunk.sequence.request for chunk in schedule.chunks):
                 self._fail(request, error)
@@ -153,9 +150,13 @@ class Engine:
             self._add_prompt_logprobs(chunk, prompt_logprobs)
             self.scheduler.advance(chunk)
             if chunk.samples:
-                token = next(sampled)
-                if chunk.sequence.state is not State.FINISHED:
-                    self._add_token(chunk.sequence, *token)
+                token, logprobs = next(sampled)
+                if chunk.sequence.state is State.FINISHED:
+                    continue
+                if token == NOT_FINITE:
+                    self._fail(chunk.sequence.request, _not_finite(chunk.sequence.request))
+                else:
+                    self._add_token(chunk.sequence, token, logprobs)
 
     def _add_prompt_logprobs(self, chunk: Chunk, entries: list[TokenLogprobs]) -> None:
         """Collect them over chunks; put them out when the prompt is complete."""
@@ -190,6 +191,21 @@ class Engine:
 
     def _output(self, client: bytes) -> StepOutput:
         return self._outbox.setdefault(client, StepOutput())
+
+
+def _not_finite(request: Request) -> LoraplexError:
+    """Why a request has no next token: an adapter's finite weights can still overflow."""
+    digest = request.spec.adapter_digest
+    if digest is not None:
+        return AdapterInvalid("the adapter's output is not finite", metadata={"digest": digest})
+    error = _internal()
+    log.error("%s: the base model's output is not finite", error.message)
+    return error
+
+
+def _internal() -> Internal:
+    """An error whose message the caller logs."""
+    return Internal(f"internal error (id {uuid.uuid4().hex})")
 
 
 def _started(request: Request, now: float) -> Started:

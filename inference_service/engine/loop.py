@@ -16,6 +16,7 @@ from inference_service.types import (
     Acquired,
     AcquireFailed,
     AdapterResponse,
+    CancelCall,
     EngineReady,
     EngineRequest,
     EngineResponse,
@@ -102,6 +103,8 @@ class EngineLoop:
             case Hello():
                 self._drop(client)  # whatever its predecessor asked for
                 self._send(client, self._parts.ready)
+            case CancelCall(call_id):
+                self._parts.control.cancel(client, call_id)
             case _:
                 self._parts.control.receive(client, message)
 

@@ -28,7 +28,7 @@ from inference_service.engine.scheduler import Scheduler
 from inference_service.engine.sockets import AdapterSocket, ApiSocket
 from inference_service.lora.adapter import AdapterPool
 from inference_service.lora.slots import SlotTable
-from inference_service.types import EXIT_CONFIG, EngineReady
+from inference_service.types import EXIT_CONFIG, READY_LINE, EngineReady
 from shared.errors import InvalidArgument, LoraplexError
 from shared.log import setup
 
@@ -56,6 +56,7 @@ def main(start: StartMessage, wake: socket.socket, stop: "Stop") -> None:
     try:
         loop = EngineLoop(build(start, api, adapters), wake)
         stop.loop = loop
+        print(READY_LINE, flush=True)
         log.info("engine ready")
         if not stop.requested:
             loop.run()

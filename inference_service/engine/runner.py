@@ -22,6 +22,7 @@ from inference_service.model.decoder import Decoder
 from inference_service.model.loader import init_random, load_config, load_model
 from inference_service.types import GenerateSpec, Sampling, Stop, TokenLogprobs
 from shared.base_model import ModelConfig
+from shared.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class ModelRunner:
             nbytes = int(torch.cuda.mem_get_info(self.device)[0] * CUDA_KV_FRACTION)
         block_bytes = kv_bytes_per_token(self.model_config, self.dtype) * self.block_size
         if nbytes < block_bytes:
-            raise ValueError(f"kv_cache_bytes is {nbytes}, one block takes {block_bytes}")
+            raise InvalidArgument.of("kv_cache_memory", f"is {nbytes} bytes; one block of tokens takes {block_bytes}")
         return nbytes // block_bytes
 
     def _build_kv_cache(self) -> KVCache:

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from inference_service.engine.philox import LANES, token_noise
+from inference_service.engine.step import NOT_FINITE
 from inference_service.types import Sampling, TokenLogprobs
+from kernels.philox import LANES, token_noise
 
 GREEDY_BELOW = 1e-5  # of temperature: dividing by less overflows
 NEVER = float("-inf")
@@ -59,22 +60,27 @@ class Row:
 
 
 class Sampled(NamedTuple):
-    """One token per row, and its logprobs where wanted."""
+    """One token per row, or NOT_FINITE, and its logprobs where wanted."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
 
 
 def sample(logits: torch.Tensor, rows: Items[Row]) -> Sampled:
-    """Choose one token per row of `logits` `[rows, vocab]` float32 (left as they are)."""
+    """Choose one token per row of `logits` `[rows, vocab]` float32 (left as they are).
+
+    A row with NaN or +inf in it, or with nothing but -inf, gives NOT_FINITE and no logprobs.
+    """
     adjusted = _adjust(logits, rows) if any(row.is_adjusted for row in rows) else logits
-    token_ids = adjusted.argmax(dim=-1)
-    random = [i for i, row in enumerate(rows) if not row.is_greedy]
+    token_ids = adjusted.argmax(dim=-1)  # of a NaN if there is one
+    is_finite = adjusted.gather(1, token_ids[:, None]).squeeze(1).isfinite().tolist()
+    random = [i for i, row in enumerate(rows) if is_finite[i] and not row.is_greedy]
     if random:
         chosen = _sample_random(adjusted[random] if len(random) < len(rows) else adjusted, [rows[i] for i in random])
         token_ids[random] = chosen.to(token_ids.device)
-    ids: list[int] = token_ids.tolist()
-    return Sampled(ids, _logprobs(logits, ids, [row.logprobs for row in rows]))
+    ids = [token if finite else NOT_FINITE for token, finite in zip(token_ids.tolist(), is_finite, strict=True)]
+    wanted = [row.logprobs if finite else None for row, finite in zip(rows, is_finite, strict=True)]
+    return Sampled(ids, _logprobs(logits, ids, wanted))
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Items[int], num_top: int) -> list[TokenLogprobs]:

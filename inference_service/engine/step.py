@@ -40,9 +40,12 @@ class Schedule(NamedTuple):
     failed: tuple[Failure, ...] = ()
 
 
+NOT_FINITE = -1  # stands for the token of a row whose logits overflowed
+
+
 class StepResult(NamedTuple):
-    """What a forward pass gave: one token for every chunk that samples, in order, with its logprobs where wanted;
-    for every chunk, the logprobs of its `scored_positions`."""
+    """What a forward pass gave: one token (or NOT_FINITE) for every chunk that samples, in order, with its logprobs
+    where wanted; for every chunk, the logprobs of its `scored_positions`."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]

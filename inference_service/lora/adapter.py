@@ -3,7 +3,8 @@
     require ──▶ ACQUIRING ──on_acquired──▶ PLACING ──room──▶ COPYING ──arrived──▶ READY ──begin_unload──▶ DRAINING
                     └── on_acquire_failed, no memory ──▶ FAILED (forgotten after a while)
 
-READY ends silently when another adapter takes the room; DRAINING when the last reference goes. The blob is held in the
+READY ends silently when another adapter takes the room; DRAINING when the last reference goes, or in READY again when
+nobody waits for that any more. The blob is held in the
 host arena from `on_acquired` until the copy has arrived or is given up. Loads are independent: each waits for its own
 blob and its own room. This module is policy: bytes are the arena's, blobs the adapter process's.
 """
@@ -15,7 +16,7 @@ from typing import Protocol
 
 from inference_service.lora.slots import Handle, SlotTable
 from inference_service.types import Acquired, AcquireFailed, BlobLayout, ResidentAdapter
-from shared.errors import LoraplexError, from_record
+from shared.errors import AdapterMemory, LoraplexError, from_record
 
 
 class AdapterState(StrEnum):
@@ -53,6 +54,7 @@ class Adapter:
 
     `is_unwanted`: unloaded before it was READY; it goes as soon as what is under way has ended.
     `tried_at`: `SlotTable.changes` when it last found no room.
+    `refused`: what did not fit when it FAILED for want of room.
     """
 
     digest: str
@@ -64,6 +66,7 @@ class Adapter:
     forget_at: float = 0.0
     is_unwanted: bool = False
     tried_at: int = -1
+    refused: BlobLayout | None = None
 
 
 class AdapterPool:
@@ -75,7 +78,8 @@ class AdapterPool:
         acquire_blob: Asks for a digest's blob in the host arena; answered by `on_acquired` or `on_acquire_failed`.
         release_blob: Gives such a blob back. Called once for every `on_acquired`.
         clock: Seconds, monotonic.
-        failure_seconds: How long a failure is remembered, unless the error names a longer time.
+        failure_seconds: How long a failure is remembered, unless the error names a longer time; want of memory only
+            as long as the error says.
     """
 
     def __init__(
@@ -104,10 +108,10 @@ class AdapterPool:
     def require(self, digest: str) -> AdapterState:
         """Want an adapter: start its load if there is none, and keep it from being the next victim if it is there.
 
-        A failure is remembered for a few seconds; the first call after that tries again.
+        A failure is remembered for a few seconds, want of room only while there is none; then it tries again.
         """
         adapter = self._adapters.get(digest)
-        if adapter is not None and adapter.state is AdapterState.FAILED and self._clock() >= adapter.forget_at:
+        if adapter is not None and adapter.state is AdapterState.FAILED and self._may_try_again(adapter):
             adapter = None
         if adapter is None:
             adapter = self._adapters[digest] = Adapter(digest, AdapterState.ACQUIRING)
@@ -189,6 +193,12 @@ class AdapterPool:
             del self._adapters[digest]
         return self.state(digest)
 
+    def cancel_unload(self, digest: str) -> None:
+        """Nobody wants it unloaded any more: if it is still DRAINING, it is READY again, though not pinned."""
+        adapter = self._adapters.get(digest)
+        if adapter is not None and adapter.state is AdapterState.DRAINING:
+            adapter.state = AdapterState.READY
+
     def residents(self) -> list[ResidentAdapter]:
         """Every adapter that steps can use, least recently used first. `active_requests`: its references."""
         return [
@@ -263,6 +273,7 @@ class AdapterPool:
             placement = self._slots.reserve(adapter.digest, blob.layout, adapter.digest in self._pinned)
         except LoraplexError as error:
             self._placing.remove(adapter)
+            adapter.refused = blob.layout
             self._fail(adapter, error)
             return
         if placement is None:
@@ -306,7 +317,13 @@ class AdapterPool:
         self._give_blob_back(adapter)
         adapter.state = AdapterState.FAILED
         adapter.error = error
-        adapter.forget_at = now + max(self._failure_seconds, error.retry_after or 0.0)
+        retry_after = error.retry_after or 0.0
+        is_brief = isinstance(error, AdapterMemory) and error.retry_after is not None
+        adapter.forget_at = now + (retry_after if is_brief else max(self._failure_seconds, retry_after))
+
+    def _may_try_again(self, adapter: Adapter) -> bool:
+        has_room = adapter.refused is not None and self._slots.can_hold(adapter.refused)
+        return has_room or self._clock() >= adapter.forget_at
 
     def _free(self, adapter: Adapter) -> None:
         assert adapter.handle is not None

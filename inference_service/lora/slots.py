@@ -96,11 +96,19 @@ class SlotTable:
         if digest in self._residents:
             raise ValueError(f"{digest} is resident")
         sizes = [round_up(chunk.nbytes) for chunk in layout.chunks]
-        self._check_possible(sum(sizes), sizes)
+        self._check_possible(sizes)
         evicted = self._make_room(sizes)
         if evicted is None:
             return None
         return self._place(digest, layout.rank, sizes, pinned, evicted)
+
+    def can_hold(self, layout: BlobLayout) -> bool:
+        """Whether `reserve` would place the adapter, at once or after waiting."""
+        try:
+            self._check_possible([round_up(chunk.nbytes) for chunk in layout.chunks])
+        except AdapterMemory:
+            return False
+        return True
 
     def acquire(self, digest: str) -> Handle:
         """One more reference to a resident adapter, which becomes the most recently used.
@@ -185,8 +193,9 @@ class SlotTable:
             assert resident.references >= 0, "negative references"
             assert resident.handle.generation == self._generations[resident.handle.slot], "a resident is stale"
 
-    def _check_possible(self, needed: int, sizes: list[int]) -> None:
+    def _check_possible(self, sizes: list[int]) -> None:
         """Raise if the adapter could not be placed even with every unpinned adapter gone."""
+        needed = sum(sizes)
         facts = {"bytes_needed": str(needed), "arena_bytes": str(self._end)}
         if needed > self._end:
             raise AdapterMemory(

@@ -3,6 +3,7 @@
 SQLite is upgraded at start-up. Postgres is upgraded by `python -m registry_service migrate` only, under a lock.
 """
 
+import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +13,14 @@ from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from alembic.util import CommandError
 from sqlalchemy import Connection, create_engine, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from registry_service.database import configure_sqlite, driver_url, is_sqlite
-from shared.errors import RegistryUnavailable
+from shared.errors import InvalidArgument, RegistryUnavailable
 
+_NO_DATABASE = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 _LOCK_KEY = 0x6C6F7261  # any number, the same for every registry
 # alembic keeps its context in module globals.
 _alembic = threading.Lock()
@@ -28,7 +31,13 @@ class SchemaOutdated(Exception):
 
 
 def upgrade(url: str, revision: str = "head") -> None:
-    """Brings the database at `url` (as configured) to `revision`, in one transaction. Blocks."""
+    """Brings the database at `url` (as configured) to `revision`, in one transaction. Blocks.
+
+    Raises:
+        InvalidArgument: there is no SQLite database at that path, and none can be made.
+        SchemaOutdated: a newer version of the registry has written it.
+        RegistryUnavailable: no database answers.
+    """
     with _alembic, _connection(url) as connection:
         command.upgrade(_config(connection), revision)
 
@@ -61,7 +70,7 @@ def check(url: str) -> None:
 def _connection(url: str) -> Iterator[Connection]:
     """A transaction that nobody else migrates in."""
     if is_sqlite(url):
-        Path(url.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(Path(url.removeprefix("sqlite:///")).parent)
     engine = create_engine(driver_url(url, is_async=False), execution_options={"is_write": True})
     if is_sqlite(url):
         configure_sqlite(engine)
@@ -70,10 +79,24 @@ def _connection(url: str) -> Iterator[Connection]:
             if not is_sqlite(url):
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK_KEY})
             yield connection
-    except OperationalError as error:
-        raise RegistryUnavailable(f"the registry's database cannot be used: {error.orig}") from error
+    except (DBAPIError, sqlite3.Error) as error:
+        reason = error.orig if isinstance(error, DBAPIError) else error
+        if getattr(reason, "sqlite_errorcode", 0) & 0xFF in _NO_DATABASE:
+            raise InvalidArgument.of("database", f"{url} cannot be used: {reason}") from None
+        if not isinstance(error, OperationalError):
+            raise
+        raise RegistryUnavailable(f"the registry's database cannot be used: {reason}") from error
+    except CommandError as error:
+        raise SchemaOutdated(f"the database was written by another version of the registry: {error}") from error
     finally:
         engine.dispose()
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument.of("database", f"its folder {folder} cannot be made: {error.strerror}") from None
 
 
 def _config(connection: Connection) -> Config:

@@ -39,14 +39,27 @@ def check_finite(tensor: str, dtype: str, data: bytes | bytearray | memoryview) 
             raise tensor_invalid(tensor, "holds NaN or Inf")
 
 
+def is_all_zero(dtype: str, data: bytes | bytearray | memoryview) -> bool:
+    """Whether whole elements of a dtype that `check_finite` takes are all zero, of either sign."""
+    unsigned, _ = _EXPONENTS[dtype]
+    bits = np.frombuffer(data, unsigned)
+    step = _PIECE_BYTES // ITEM_SIZES[dtype]
+    # Adding a number to itself shifts the sign out.
+    return not any((piece + piece).any() for piece in (bits[at : at + step] for at in range(0, len(bits), step)))
+
+
 class FiniteScan:
-    """`check_finite` over a whole file read once from the start, in chunks of any size, beside hashing it."""
+    """`check_finite` over a whole file read once from the start, in chunks of any size, beside hashing it.
+
+    `nonzero`: the tensors that held any number but zero so far.
+    """
 
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
         self._tensors = sorted(tensors.items(), key=lambda item: item[1].begin)
         self._next = 0
         self._offset = 0
         self._partial = b""  # the first bytes of an element that the last chunk cut
+        self.nonzero: set[str] = set()
 
     def feed(self, chunk: bytes | bytearray | memoryview) -> None:
         """The next bytes of the file. Raises AdapterInvalid as `check_finite`."""
@@ -70,8 +83,13 @@ class FiniteScan:
             if len(joined) < item:
                 self._partial = joined
                 return
-            check_finite(name, dtype, joined)
+            self._check_whole(name, dtype, joined)
             part = part[head:]
         whole = len(part) // item * item
-        check_finite(name, dtype, part[:whole])
+        self._check_whole(name, dtype, part[:whole])
         self._partial = bytes(part[whole:])
+
+    def _check_whole(self, name: str, dtype: str, data: bytes | memoryview) -> None:
+        check_finite(name, dtype, data)
+        if name not in self.nonzero and not is_all_zero(dtype, data):
+            self.nonzero.add(name)

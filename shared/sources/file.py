@@ -52,8 +52,12 @@ class FileSource:
 
     def list(self) -> list[str]:
         """Printable names of the folder's files, sorted; at most 10,000 entries are looked at."""
-        with self._folder_fd() as fd, os.scandir(fd) as entries:
-            files = [entry.name for entry in islice(entries, MAX_LISTED) if not entry.is_dir()]
+        with self._folder_fd() as fd:
+            try:
+                with os.scandir(fd) as entries:
+                    files = [entry.name for entry in islice(entries, MAX_LISTED) if not _is_folder(entry)]
+            except OSError as error:
+                raise self._failed(error, "") from None
         return sorted(name for name in files if name.isprintable())
 
     def size(self, name: str) -> int:
@@ -123,6 +127,14 @@ def _split(uri: str) -> tuple[str, str]:
     if ".." in path.split("/") or name in (".", ".."):
         raise SourceForbidden("a source's path may not contain '..'", metadata={"uri": uri})
     return name, slash + path
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    """A symbolic link that leads nowhere is none: whoever opens it hears what is wrong."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _is_inside(path: str, root: str) -> bool:

@@ -71,7 +71,8 @@ def build(shape: str, adapters: int, rank: int, max_tokens: int) -> Bench:
     model = parse_config(SHAPES[shape])
     layout = layout_of(model, rank)
     host = torch.empty(max(adapters, 1) * layout.nbytes, dtype=torch.uint8, pin_memory=True)
-    host.view(torch.bfloat16).normal_(0.0, 0.01)
+    blobs = host.view(torch.bfloat16).view(max(adapters, 1), -1)
+    blobs[:] = blobs[0].normal_(0.0, 0.01)  # the same numbers in other places cost what others would
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SHAPES[shape]))
         config = EngineConfig(
@@ -125,7 +126,7 @@ def workload_d(bench: Bench, adapters: int, rank: int, sizes: tuple[int, ...]) -
     for requests in sizes:
         values = []
         for repeat in range(3):
-            done = run(bench, requests, 128, 256, adapters, seed=1000 * requests + repeat)
+            done = run(bench, requests, 128, 256, adapters, seed=1000 * requests + 10 * adapters + repeat)
             values.append(1e3 * statistics.median((t[-1] - t[0]) / (len(t) - 1) for t in done.arrivals.values()))
         peer = PEER_D.get((adapters, rank, requests))
         rows.append({"load": "D", "adapters": adapters, "rank": rank, "N": requests, "ms": values[1:], "peer": peer})
@@ -136,7 +137,9 @@ def workload_t(bench: Bench, adapters: int, rank: int) -> list[dict[str, Any]]:
     """Output tokens a second, twice."""
     values = []
     for repeat in range(3):
-        done = run(bench, 256, 512, 128, adapters, seed=repeat)
+        done = run(
+            bench, 256, 512, 128, adapters, seed=100 * adapters + repeat
+        )  # other prompts each time, or they would be cached
         values.append(256 * 128 / done.seconds)
     return [
         {"load": "T", "adapters": adapters, "rank": rank, "tok/s": values[1:], "peer": PEER_T.get((adapters, rank))}
@@ -148,6 +151,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
     parser.add_argument("--loads", default="DT", help="which workloads")
     parser.add_argument("--adapters", default=32, type=int, help="adapters in the pool")
+    parser.add_argument("--counts", default="0,1,8,32", help="adapters in use, one run each")
     parser.add_argument("--rank", default=16, type=int)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -155,7 +159,7 @@ def main() -> None:
     bench = build(arguments.shape, arguments.adapters, arguments.rank, 16384)
     print(f"ready after {time.perf_counter() - started:.1f} s; {torch.cuda.memory_allocated() / 2**30:.1f} GiB")
     rows: list[dict[str, Any]] = []
-    counts = [n for n in (0, 1, 8, 32) if n <= arguments.adapters and (arguments.rank == 16 or n == 8)]
+    counts = [int(n) for n in arguments.counts.split(",")]
     for count in counts:
         if "D" in arguments.loads:
             rows += workload_d(bench, count, arguments.rank, tuple(n for n in (1, 8, 32) if n >= count))

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import grpc
 import tokenizers
@@ -162,6 +162,7 @@ class FakeAdapters:
     def __init__(self) -> None:
         self.prepared: list[tuple[str, str]] = []
         self.dropped: list[str] = []
+        self.names: dict[str, str] = {}
         self.staged = [StagedAdapter("namespaces/default/adapters/pirate/versions/2", DIGEST, "DISK", 8, 5000)]
 
     async def prepare(self, reference: str, choice_key: str = "") -> PreparedAdapter:
@@ -181,8 +182,10 @@ class FakeAdapters:
         self.staged = [a for a in self.staged if not (a.digest == digest and a.level == "HOST")]
         return freed
 
-    async def list_staged(self) -> list[StagedAdapter]:
-        return self.staged
+    async def list_staged(self, digests: Sequence[str] = ()) -> list[StagedAdapter]:
+        held = {adapter.digest for adapter in self.staged}
+        names = [StagedAdapter(self.names.get(d, ""), d, "KNOWN", 0, 0) for d in digests if d not in held]
+        return [*self.staged, *names]
 
 
 @contextlib.asynccontextmanager

@@ -116,3 +116,4 @@ async def test_prompts_equal_those_of_transformers() -> None:
     for text in ("3rd  42", "a\tb\n\n c", "漢字 👩‍👩‍👧", "<|im_end|> x", "x" * 5000):
         assert await tokenizer.encode(text) == oracle(text)["input_ids"]
         assert tokenizer.decode(oracle(text)["input_ids"], skip_special_tokens=False) == text
+        assert await tokenizer.decode_any(oracle(text)["input_ids"], False) == text

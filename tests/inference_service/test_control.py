@@ -156,3 +156,44 @@ async def test_list_merges_tiers_by_digest_and_pages() -> None:
     ]  # fmt: skip
     assert (found[1].size_bytes, found[1].pinned, found[1].adapter_version) == (77, True, staged(2).version)
     assert (len(first.adapters), second.next_page_token) == (2, "")
+
+
+async def test_a_resident_adapter_that_is_in_no_other_tier_keeps_its_name() -> None:
+    engine, adapters = FakeEngine(), FakeAdapters()
+    adapters.staged = []
+    adapters.names = {digest(2): staged(2).version}
+    engine.resident = [ResidentAdapter(digest(1), 77, 4, False, 0), ResidentAdapter(digest(2), 77, 8, False, 0)]
+    async with serving(engine, adapters) as (_, channel):
+        found = await AdapterControlServiceStub(channel).ListLoadedAdapters(control.ListLoadedAdaptersRequest())
+    assert [(a.digest, a.adapter_version, a.rank, a.level) for a in found.adapters] == [
+        (digest(1), "", 4, LEVEL.LEVEL_GPU), (digest(2), staged(2).version, 8, LEVEL.LEVEL_GPU),
+    ]  # fmt: skip
+
+
+async def test_what_is_too_long_is_refused_before_it_is_converted() -> None:
+    async with serving(FakeEngine()) as (_, channel):
+        stub = InferenceServiceStub(channel)
+        largest = await stub.Tokenize(pb.TokenizeRequest(text="x" * (64 * 128)))
+        assert len(largest.token_ids) == len(largest.tokens) == 64 * 128
+        error = await failure(stub.Tokenize(pb.TokenizeRequest(text="x" * (64 * 128 + 1))))
+        assert [v.field for v in error.violations] == ["prompt.text"]
+        assert (
+            error.message == "prompt.text: has 8193 bytes; no text of more than 8192 fits into this replica's context"
+        )
+        long = pb.Chat(messages=[pb.ChatMessage(role="user", content="é" * 2049)] * 2)
+        many = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")] * 1025)
+        for chat in (long, many):
+            error = await failure(stub.Tokenize(pb.TokenizeRequest(chat=chat)))
+            assert [v.field for v in error.violations] == ["prompt.chat.messages"]
+        assert len((await stub.Detokenize(pb.DetokenizeRequest(token_ids=[65] * 131_072))).text) == 131_072
+        for count in (131_073, 2_000_000):
+            error = await failure(stub.Detokenize(pb.DetokenizeRequest(token_ids=[65] * count)))
+            assert [v.field for v in error.violations] == ["token_ids"]
+
+
+async def test_a_template_that_makes_too_much_of_a_chat_is_refused() -> None:
+    model = byte_model(template="{% for i in range(200) %}{{ messages[0].content }}{% endfor %}")
+    async with serving(FakeEngine(), model=model) as (_, channel):
+        chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x" * 50)])
+        error = await failure(InferenceServiceStub(channel).Tokenize(pb.TokenizeRequest(chat=chat)))
+    assert [v.field for v in error.violations] == ["prompt.chat"]

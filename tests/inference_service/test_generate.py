@@ -401,3 +401,34 @@ async def test_drain_cuts_what_outlives_its_grace() -> None:
         assert error.message == "the replica is shutting down"
         await asyncio.wait_for(stopping, 5)
         await asyncio.wait_for(engine.closed.wait(), 5)
+
+
+async def test_an_unloaded_adapter_is_named() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as (_, channel):
+        engine.error = AdapterUnloaded("unloaded by force")
+        error = await failure(channel, request(adapter="pirate"))
+    assert isinstance(error, AdapterUnloaded)
+    assert error.metadata == {"adapter_version": "namespaces/default/adapters/pirate/versions/2", "digest": DIGEST}
+
+
+async def test_prompts_that_cannot_fit_are_refused_before_tokenizing() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as (_, channel):
+        for fields, field in [
+            ({"text": "x" * (64 * 128 + 1)}, "prompt.text"),
+            ({"token_ids": pb.TokenIds(ids=[1] * 1_000_000)}, "prompt.token_ids"),
+            ({"chat": chat(*[("user", "x")] * 1025)}, "prompt.chat.messages"),
+        ]:
+            error = await failure(channel, request(**fields))
+            assert [v.field for v in error.violations] == [field]
+    assert engine.specs == []
+
+
+async def test_an_error_with_thousands_of_violations_keeps_its_type() -> None:
+    bias = {1000 + token: 0.0 for token in range(4000)}
+    async with serving(FakeEngine()) as (_, channel):
+        error = await failure(channel, request(sampling=pb.Sampling(logit_bias=bias)))
+    assert isinstance(error, InvalidArgument)
+    assert len(error.violations) == 16
+    assert error.message.endswith("; and 3984 more")

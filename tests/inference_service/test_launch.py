@@ -50,7 +50,7 @@ def test_sizes(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1XB", "GiB", "1e9", "nan"])
+@pytest.mark.parametrize("text", ["", "-1", "1XB", "GiB", "1e9", "nan", "9" * 400, "2000000TiB"])
 def test_wrong_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="size"):
         parse_size(text)
@@ -156,3 +156,38 @@ def test_an_engine_setting_that_is_wrong_is_named(folder: Path) -> None:
     config = InferenceConfig(model=str(folder), device="cpu", max_adapters=0)
     with pytest.raises(InvalidArgument, match="max_adapters"):
         child_specs(config, find_base_model(config), Path("/run/x"), 9)
+
+
+def test_what_the_machine_lacks_is_told_before_anything_starts(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ("--model", str(folder), "--device", "cpu", "--listen", "127.0.0.1:0", "--cache-dir", str(tmp_path / "c"))
+    (tmp_path / "file").touch()
+    for more, told in [
+        (("--file-root", "main=/nope"), "--file-root: no such folder: main=/nope"),
+        (("--cache-dir", str(tmp_path / "file")), f"--cache-dir: {tmp_path / 'file'} cannot be used"),
+        (("--cache-dir", str(tmp_path / "file" / "x")), f"--cache-dir: {tmp_path / 'file' / 'x'} cannot be used"),
+        (("--host-memory", "500TB"), "--host-memory: 500TB cannot be had"),
+        (("--adapter-memory", "500TB"), "--adapter-memory: 500TB cannot be had"),
+        (("--kv-cache-memory", "500TB"), "--kv-cache-memory: 500TB cannot be had"),
+        (("--adapter-memory", "1"), "--adapter-memory (flag): expected a size such as 256MiB, of 1MiB or more"),
+        (("--registry", "not an address"), "--registry (flag): expected HOST:PORT"),
+        (("--max-num-seqs", "9" * 30), "--max-num-seqs (flag): expected a number above zero"),
+    ]:
+        assert error_of(capsys, *model, *more).startswith(f"error: {told}")
+    monkeypatch.setattr("inference_service.machine_checks.cuda_memory", lambda: 0)
+    assert error_of(capsys, *model, "--device", "cuda") == (
+        "error: --device: this machine has no GPU that PyTorch can use"
+    )
+
+
+def test_what_only_a_child_finds_wrong_ends_the_replica_likewise(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = ("--model", str(folder), "--device", "cpu", "--listen", "127.0.0.1:0", "--cache-dir", str(tmp_path / "c"))
+    assert command.main([*model, "--kv-cache-memory", "1kB"]) == 2
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert errors == [
+        "error: the engine process ended with exit code 2: INVALID_ARGUMENT: kv_cache_memory: is 1000 bytes; "
+        "one block of tokens takes 1024"
+    ]

@@ -15,7 +15,6 @@ from tests.kernels.poisoning import DEVICE, DTYPES, assert_close, assert_no_wors
 triton = pytest.importorskip("triton")
 from kernels import (  # noqa: E402  the interpreter is chosen by conftest
     bgmv,
-    rms_norm_lora_triton,
     rms_norm_triton,
     rotary_lora_triton,
     rotary_triton,
@@ -32,9 +31,8 @@ EPS = 1e-5
 
 @pytest.fixture(autouse=True)
 def _poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    norms, rotaries = (rms_norm_lora_triton, rms_norm_triton), (rotary_lora_triton, rotary_triton)
-    activations = (silu_mul_lora_triton, silu_mul_triton)
-    poison_empty(monkeypatch, [bgmv, sgmv, *norms, *rotaries, *activations])
+    rotaries, activations = (rotary_lora_triton, rotary_triton), (silu_mul_lora_triton, silu_mul_triton)
+    poison_empty(monkeypatch, [bgmv, sgmv, rms_norm_triton, *rotaries, *activations])
 
 
 class Case:

@@ -37,5 +37,5 @@ def test_extreme_gates() -> None:
 def test_the_door_on_a_cpu() -> None:
     gate_up = random(3, 8, dtype=torch.float32, device="cpu")
     out = poisoned(3, 4, dtype=torch.float32, device="cpu")
-    assert silu_mul(gate_up, out) is out
+    assert silu_mul(gate_up, out=out) is out
     assert torch.equal(out, silu_mul(gate_up))

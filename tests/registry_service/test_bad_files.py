@@ -8,6 +8,7 @@ import pickle
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from shared.errors import (
     AdapterInvalid,
@@ -260,3 +261,22 @@ async def test_a_folder_that_may_not_be_read(folders, refuse, monkeypatch):
     error = await refuse(SourceUnavailable)
     assert error.retry_after
     assert json.loads((folders.root / "a" / "adapter_config.json").read_text())
+
+
+async def test_a_looping_link_beside_the_files_harms_nobody(registry, folders):
+    folders.write()
+    (folders.root / "a" / "README.md").symlink_to("README.md")
+    assert (await registry.register(uri="file://main/a")).version.name.endswith("/versions/1")
+
+
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+async def test_an_adapter_that_does_nothing(folders, refuse, part):
+    zeroed = {}
+    folders.write()
+    path = folders.root / "a" / "adapter_model.safetensors"
+    for name, tensor in load_file(path).items():
+        zeroed[name] = np.negative(np.zeros_like(tensor)) if part in name else tensor
+    save_file(zeroed, path)
+    error = await refuse(AdapterInvalid)
+    assert f"the adapter does nothing: every {part} is all zero" in error.message
+    assert error.metadata == {"file": "adapter_model.safetensors"}

@@ -5,8 +5,10 @@ import json
 import logging
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 
 import grpc
 import pytest
@@ -103,8 +105,22 @@ def test_every_command_describes_itself(arguments, said, capsys):
 
 def test_a_database_that_cannot_be_used_is_one_line(tmp_path, capsys):
     (tmp_path / "file").touch()
-    assert main(["--database", f"sqlite:///{tmp_path}/file/r.db"]) == 1
-    assert capsys.readouterr().err.startswith("error: ")
+    (tmp_path / "no.db").write_text("root:x:0:0:root:/root:/bin/sh\n" * 100)
+    newer = f"sqlite:///{tmp_path}/newer.db"
+    assert main(["migrate", "--database", newer]) == 0
+    with closing(sqlite3.connect(tmp_path / "newer.db")) as connection, connection:
+        connection.execute("UPDATE alembic_version SET version_num = 'v9999'")
+    capsys.readouterr()
+    for url, code, told in [
+        (f"sqlite:///{tmp_path}/file/r.db", 2, "--database: its folder"),
+        (f"sqlite:///{tmp_path}/no.db", 2, "--database: sqlite:///"),
+        (f"sqlite:///{tmp_path}", 2, "--database: sqlite:///"),
+        (newer, 1, "the database was written by another version"),
+    ]:
+        assert main(["--listen", "127.0.0.1:0", "--database", url]) == code
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {told}")
+    assert (tmp_path / "no.db").read_text().startswith("root:x:0:0")
 
 
 def test_migrate(make_postgres):

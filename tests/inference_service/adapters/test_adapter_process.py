@@ -305,14 +305,23 @@ async def test_a_restart_finds_the_disk_tier_and_verifies_it(registry: FakeRegis
     replica.end_process(signal.SIGKILL)
     replica.start_process()
     (staged,) = await replica.client.list_staged()
-    assert (staged.version, staged.digest, staged.level) == ("", digest, "DISK")
+    name = "namespaces/default/adapters/a/versions/1"
+    assert (staged.version, staged.digest, staged.level, staged.rank) == (name, digest, "DISK", 4)
     # A request that was prepared before goes on, whether or not the registry can be asked.
     assert isinstance(await replica.engine.acquire(digest), Acquired)
     (staged,) = await replica.client.list_staged()
-    assert (staged.version, staged.level) == ("", "HOST")
+    assert (staged.version, staged.level, staged.rank) == (name, "HOST", 4)
     replica.end_process(signal.SIGKILL)
     flip_a_bit(cached)
+    cached.parent.rename(replica.folder / "aside")
     replica.start_process()
+    unknown = "sha256:" + "00" * 32
+    found = await replica.client.list_staged([digest, unknown])
+    assert [(s.version, s.digest, s.level, s.rank) for s in found] == [
+        (name, digest, "KNOWN", 4),
+        ("", unknown, "KNOWN", 0),
+    ]
+    (replica.folder / "aside").rename(cached.parent)
     failed = await replica.engine.acquire(digest)
     assert isinstance(failed, AcquireFailed)
     assert failed.error.reason == "ADAPTER_NOT_FOUND"
@@ -449,5 +458,5 @@ async def test_it_ends_with_its_parent_and_not_with_sigint(registry: FakeRegistr
 async def test_what_it_cannot_start_with_is_said(folder: Path, registry: FakeRegistry, address: str) -> None:
     (folder / "model" / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
     async with _running(folder, registry, address) as replica:
-        assert await asyncio.to_thread(replica.process.wait, 20) == 1
+        assert await asyncio.to_thread(replica.process.wait, 20) == 2
         assert "MambaForCausalLM" in replica.log_text

@@ -100,3 +100,31 @@ def test_what_a_crash_left_is_swept_and_what_a_living_process_writes_is_not(tmp_
     assert two.find(_digest(1), _files(10)) is None
     one.close()
     two.close()
+
+
+def test_a_file_in_a_folder_s_place_is_deleted(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, 1000)
+    folder = tmp_path / "sha256" / f"{1:064x}"
+    for make in (Path.touch, lambda path: path.symlink_to(path)):
+        make(folder)
+        assert cache.find(_digest(1), _files(10)) is None
+        assert not folder.is_symlink()
+        assert _put(cache, 1) == folder
+        cache.discard(_digest(1))
+    cache.close()
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_names_outlive_files_and_restarts(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, 1000)
+    cache.names.remember(_digest(1), "namespaces/default/adapters/a/versions/1", 8)
+    cache.names.remember(_digest(1), "namespaces/default/adapters/b/versions/2", 8)
+    cache.close()
+    (tmp_path / "names" / f"{2:064x}.json").write_text("{broken")
+    again = DiskCache(tmp_path, 1000)
+    assert again.names.of(_digest(1)) == {
+        "namespaces/default/adapters/a/versions/1": 8,
+        "namespaces/default/adapters/b/versions/2": 8,
+    }
+    assert again.names.of(_digest(2)) == again.names.of(_digest(3)) == {}
+    again.close()

@@ -1,5 +1,6 @@
 """Downloads from real folders: what is not exactly what was registered never gets into the cache."""
 
+import errno
 import os
 import resource
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from inference_service.adapters.disk_cache import DiskCache
-from inference_service.adapters.fetcher import Fetcher
+from inference_service.adapters.fetcher import CacheUnavailable, Fetcher
 from shared.adapter_format.files import WEIGHTS
 from shared.errors import (
     AdapterMemory,
@@ -17,7 +18,6 @@ from shared.errors import (
     LoraplexError,
     SourceForbidden,
     SourceNotFound,
-    SourceUnavailable,
 )
 from shared.sources.file import FileSource
 from shared.sources.resolver import Source
@@ -129,8 +129,37 @@ def test_a_full_disk(cache: DiskCache, root: Path, tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written(cache: DiskCache, root: Path, tmp_path: Path) -> None:
     (tmp_path / "cache" / "sha256").rmdir()
-    with pytest.raises(SourceUnavailable, match="disk cache"):
-        _fetcher(cache, root).fetch(version_of(root / "a"))
+    opened: list[str] = []
+    with pytest.raises(CacheUnavailable) as caught:
+        _fetcher(cache, root, opened).fetch(version_of(root / "a", uris=["file://root/a", "file://root/a/"]))
+    assert f"the disk cache {tmp_path / 'cache'} (--cache-dir) cannot be written" in caught.value.message
+    assert "file://" not in caught.value.message
+    assert caught.value.metadata == {"tier": "disk", "cache_dir": str(tmp_path / "cache")}
+    assert opened == ["file://root/a"]
+
+
+class _SmallVolume(DiskCache):
+    """A volume with room for one adapter."""
+
+    def install(self, digest: str, folder: Path, nbytes: int) -> Path:
+        if self.entries():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().install(digest, folder, nbytes)
+
+
+def test_a_volume_that_is_full_before_the_budget_makes_room_once(root: Path, tmp_path: Path) -> None:
+    cache = _SmallVolume(tmp_path / "small", 1 << 20)
+    fetcher = _fetcher(cache, root)
+    first = fetcher.fetch(version_of(root / "a"))
+    write_adapter(root / "b", seed=1)
+    second = version_of(root / "b")
+    with cache.held(version_of(root / "a").digest), pytest.raises(AdapterMemory, match="--cache-dir"):
+        fetcher.fetch(second)
+    assert first.is_dir()
+    assert fetcher.fetch(second).is_dir()
+    assert not first.exists()
+    assert cache.names.of(second.digest) == {second.name: 4}
+    cache.close()
 
 
 def test_stopping_ends_a_download(cache: DiskCache, root: Path) -> None:

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_service.engine import sampler
-from inference_service.engine.philox import Words, philox, token_noise
 from inference_service.engine.sampler import Row, cutoffs_by_filter, cutoffs_by_sort, sample, token_logprobs
 from inference_service.types import Sampling
+from kernels.philox import Words, philox, token_noise
 
 VOCAB = 203
 

@@ -92,3 +92,15 @@ def test_a_link_swapped_in_after_the_check(root, tmp_path, monkeypatch):
 def test_unknown_schemes(root):
     with pytest.raises(InvalidArgument, match="file"):
         open_source("gopher://x/y", {"main": root})
+
+
+def test_odd_entries_are_no_reason_to_fail(root):
+    folder = root / "deep" / "adapter"
+    (folder / "loop").symlink_to("loop")
+    (folder / "dangling").symlink_to("nowhere")
+    (folder / os.fsdecode(b"\xff.txt")).touch()
+    source = open_source("file://main/deep/adapter", {"main": root})
+    assert source.list() == ["a.txt", "b.txt", "dangling", "loop"]
+    for name in ("loop", "dangling"):
+        with pytest.raises(SourceNotFound):
+            source.open(name)
