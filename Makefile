@@ -9,7 +9,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := models/SmolLM2-135M-Instruct
 PROTOS := $(wildcard protos/loraplex/*/v1/*.proto)
-PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-color -c constraints.txt
+QUIET  := 2>&1 | grep --line-buffered -v -e 'already satisfied' -e '^WARNING: Location' -e '^Looking in'
+
+SHELL       := bash
+.SHELLFLAGS := -o pipefail -c
 
 .PHONY: help setup setup-dev model demo serve test test-py lint proto stubs manifests bench bench-kernels bench-engine adapters clean
 
@@ -27,12 +31,12 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "==> installing Loraplex and what it needs into $(VENV) (minutes the first time)"
-	@$(PIP) --progress-bar on -e '.[inference,examples]'
+	@$(PIP) -e '.[inference,examples]' $(QUIET)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "==> installing the test tools into $(VENV)"
-	@$(PIP) --progress-bar on -e '.[inference,examples,dev]'
+	@$(PIP) -e '.[inference,examples,dev]' $(QUIET)
 	@touch $@
 
 $(MODEL)/model.safetensors: $(VENV)/.installed

@@ -11,6 +11,10 @@ from inference_service.config import InferenceConfig, parse_size
 from shared.errors import InvalidArgument
 
 
+# What the kernel reports says little: a virtual machine's memory may grow as it is used. This only finds wrong units.
+MOST_HOST_BYTES = 16 << 40
+
+
 def check_machine(config: InferenceConfig, device: Literal["cpu", "cuda"]) -> None:
     """Folders that are needed, a device that is wanted, memory that is to be taken.
 
@@ -20,9 +24,12 @@ def check_machine(config: InferenceConfig, device: Literal["cpu", "cuda"]) -> No
     if device == "cuda" and not cuda_memory():
         raise InvalidArgument.of("device", "this machine has no GPU that PyTorch can use")
     _check_folders(config)
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    on_device = cuda_memory() if device == "cuda" else host
-    for name, there_is in (("host_memory", host), ("adapter_memory", on_device), ("kv_cache_memory", on_device)):
+    on_device = cuda_memory() if device == "cuda" else MOST_HOST_BYTES
+    for name, there_is in (
+        ("host_memory", MOST_HOST_BYTES),
+        ("adapter_memory", on_device),
+        ("kv_cache_memory", on_device),
+    ):
         wanted = getattr(config, name)
         if wanted is not None and parse_size(wanted) > there_is:
             raise InvalidArgument.of(name, f"{wanted} cannot be had: there are {there_is >> 20} MiB in all")

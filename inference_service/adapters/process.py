@@ -240,7 +240,7 @@ async def _run(start: AdapterProcessStart) -> None:
 
 
 def main() -> int:
-    """Entry point; the exit status is 0 after SIGTERM or the parent's end, else 2 if starting again cannot help, or 1."""
+    """Entry point; the exit status is 0 after SIGTERM or the parent's end, 2 if a new start cannot help, else 1."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=AdapterProcessStart)
     logs.setup("adapters", start.config.log_level)

@@ -4,9 +4,9 @@
                     └── on_acquire_failed, no memory ──▶ FAILED (forgotten after a while)
 
 READY ends silently when another adapter takes the room; DRAINING when the last reference goes, or in READY again when
-nobody waits for that any more. The blob is held in the
-host arena from `on_acquired` until the copy has arrived or is given up. Loads are independent: each waits for its own
-blob and its own room. This module is policy: bytes are the arena's, blobs the adapter process's.
+nobody waits for that any more. The blob is held in the host arena from `on_acquired` until the copy has arrived or is
+given up. Loads are independent: each waits for its own blob and its own room. This module is policy: bytes are the
+arena's, blobs the adapter process's.
 """
 
 from collections.abc import Callable, Sequence
@@ -317,9 +317,8 @@ class AdapterPool:
         self._give_blob_back(adapter)
         adapter.state = AdapterState.FAILED
         adapter.error = error
-        retry_after = error.retry_after or 0.0
-        is_brief = isinstance(error, AdapterMemory) and error.retry_after is not None
-        adapter.forget_at = now + (retry_after if is_brief else max(self._failure_seconds, retry_after))
+        at_least = 0.0 if isinstance(error, AdapterMemory) and error.retry_after else self._failure_seconds
+        adapter.forget_at = now + max(at_least, error.retry_after or 0.0)
 
     def _may_try_again(self, adapter: Adapter) -> bool:
         has_room = adapter.refused is not None and self._slots.can_hold(adapter.refused)

@@ -153,7 +153,7 @@ def _details(adapter: resources_pb2.Adapter, version: resources_pb2.AdapterVersi
         "digest": version.digest,
         "source": version.source.uri,
         "files": megabytes(version.size_bytes),
-        "on a device": megabytes(config.device_bytes),
+        "on a device, 16 bit": megabytes(config.device_bytes),
         "rank": config.rank,
         "alpha": f"{config.alpha:g}" + (" (rsLoRA)" if config.use_rslora else ""),
         "targets": ", ".join(config.target_modules),

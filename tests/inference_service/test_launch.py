@@ -131,7 +131,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_what_prevents_a_start_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert error_of(capsys) == "error: --model (not given): is required"
     assert "neither a folder nor a Hub id" in error_of(capsys, "--model", "/no/such")
-    assert "error: --host-memory: " in error_of(capsys, "--model", str(folder), "--host-memory", "99999999TiB")
+    assert "error: --host-memory: " in error_of(capsys, "--model", str(folder), "--host-memory", "999999TiB")
     assert "error: --host-memory (flag): " in error_of(capsys, "--model", str(folder), "--host-memory", "0")
     assert "port 0" in error_of(capsys, "--model", str(folder), "--api-processes", "2", "--listen", "127.0.0.1:0")
     assert "error: --model-name: " in error_of(capsys, "--model", str(folder), "--model-name", "A b")
@@ -185,9 +185,9 @@ def test_what_only_a_child_finds_wrong_ends_the_replica_likewise(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = ("--model", str(folder), "--device", "cpu", "--listen", "127.0.0.1:0", "--cache-dir", str(tmp_path / "c"))
-    assert command.main([*model, "--kv-cache-memory", "1kB"]) == 2
+    assert command.main([*model, "--kv-cache-memory", "100B"]) == 2
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert errors == [
-        "error: the engine process ended with exit code 2: INVALID_ARGUMENT: kv_cache_memory: is 1000 bytes; "
-        "one block of tokens takes 1024"
+        "error: the engine process ended with exit code 2: INVALID_ARGUMENT: kv_cache_memory: is 100 bytes; "
+        "one block of tokens takes 512"
     ]

@@ -13,7 +13,7 @@ import pytest
 from inference_service.child import ChildSpec
 from inference_service.supervisor import RestartPolicy, Supervisor
 
-FAST = RestartPolicy(quick_seconds=0.0, max_quick_failures=3, first_delay=0.01, max_delay=0.05)
+FAST = RestartPolicy(quick_seconds=0.0, max_failed_starts=3, first_delay=0.01, max_delay=0.05)
 
 # Appends its start line, its events and its end to the file argv[1]; ends with argv[2] when told to by a file.
 CHILD = """
@@ -72,8 +72,7 @@ async def test_children_that_fail_again_and_again_end_the_replica_with_their_rea
 ) -> None:
     code = "import sys; sys.stdin.readline(); print('error: ADAPTER_INVALID: no', file=sys.stderr); sys.exit(1)"
     bad = ChildSpec("engine", (sys.executable, "-S", "-c", code), b"", b"", stage=1, grace=5.0)
-    policy = FAST._replace(quick_seconds=60.0)
-    supervisor = Supervisor([bad, spec("api", tmp_path / "api", stage=0)], policy)
+    supervisor = Supervisor([bad, spec("api", tmp_path / "api", stage=0)], FAST)
     assert await asyncio.wait_for(supervisor.run(), 20) == 1
     assert supervisor.failure == "the engine process ended with exit code 1: ADAPTER_INVALID: no"
     assert "error: ADAPTER_INVALID" not in capfd.readouterr().err  # left to whoever reports the failure
@@ -92,7 +91,7 @@ async def test_children_that_fail_again_and_again_end_the_replica_with_their_rea
 async def test_a_child_s_last_words_are_repeated(words: str, said: str) -> None:
     code = f"import json, os, sys; {words}; sys.exit(1)"
     bad = ChildSpec("adapters", (sys.executable, "-S", "-c", code), b"", b"", stage=1, grace=5.0)
-    supervisor = Supervisor([bad], FAST._replace(quick_seconds=60.0, max_quick_failures=1))
+    supervisor = Supervisor([bad], FAST._replace(max_failed_starts=1))
     assert await asyncio.wait_for(supervisor.run(), 20) == 1
     assert supervisor.failure.endswith(f": {said}" if said else "was killed by SIGKILL")
 
@@ -104,6 +103,37 @@ async def test_a_wrong_configuration_is_not_tried_twice() -> None:
     assert await asyncio.wait_for(supervisor.run(), 20) == 2
     assert supervisor.failure == "the api process ended with exit code 2"
     assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("code", [1, 2])
+async def test_a_process_that_was_ready_is_started_again_however_often_it_ends(tmp_path: Path, code: int) -> None:
+    """It is ready in its first four lives, and never again."""
+    lives = tmp_path / "lives"
+    program = f"""
+import pathlib, sys
+lives = pathlib.Path({str(lives)!r})
+with lives.open("a") as file: file.write("life\\n")
+print("ready" if len(lives.read_text().splitlines()) <= 4 else "not yet", flush=True)
+sys.exit({code})
+"""
+    child = ChildSpec("engine", (sys.executable, "-S", "-c", program), b"", b"", stage=1, grace=5.0)
+    supervisor = Supervisor([child], FAST._replace(quick_seconds=60.0))
+    assert await asyncio.wait_for(supervisor.run(), 20) == code
+    assert len(written(lives)) == 4 + FAST.max_failed_starts
+    assert supervisor.failure == f"the engine process ended with exit code {code}"
+
+
+async def test_only_the_ready_line_of_standard_output_is_kept_back(capfd: pytest.CaptureFixture[str]) -> None:
+    program = "print('a result'); print('ready'); raise SystemExit(1)"
+    child = ChildSpec("engine", (sys.executable, "-S", "-c", program), b"", b"", stage=1, grace=5.0)
+    running = asyncio.create_task(Supervisor([child], RestartPolicy(first_delay=30.0)).run())
+    out = ""
+    async with asyncio.timeout(10):
+        while not (out := out + capfd.readouterr().out):  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(running, 10) == 0
+    assert out + capfd.readouterr().out == "a result\n"
 
 
 async def test_a_program_that_is_missing_ends_the_replica() -> None:

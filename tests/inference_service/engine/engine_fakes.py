@@ -4,7 +4,7 @@ from inference_service.engine.blocks import BlockAllocator
 from inference_service.engine.config import EngineLimits
 from inference_service.engine.engine import Engine
 from inference_service.engine.scheduler import Scheduler
-from inference_service.engine.step import Computed, StepResult
+from inference_service.engine.step import NOT_FINITE, Computed, StepResult
 from inference_service.lora.adapter import AdapterState
 from inference_service.lora.slots import Handle
 from inference_service.types import GenerateSpec, Sampling, Stop, TokenLogprobs
@@ -36,6 +36,7 @@ class FakeRunner:
         self.cells = {}  # (block, offset) -> tokens up to there
         self.steps, self.slots = [], []
         self.explode = False
+        self.overflows = set()  # digests of adapters
 
     def launch(self, schedule):
         if self.explode:
@@ -50,7 +51,13 @@ class FakeRunner:
         for chunk in schedule.chunks:
             for position in range(chunk.start + chunk.length):
                 assert self.cells[self._cell(chunk, position)] == known_tokens(chunk)[: position + 1]
-        ids = [next_token(known_tokens(c), c.sequence.index) for c in schedule.chunks if c.samples]
+        ids = [
+            NOT_FINITE
+            if c.sequence.request.spec.adapter_digest in self.overflows
+            else next_token(known_tokens(c), c.sequence.index)
+            for c in schedule.chunks
+            if c.samples
+        ]
         scores = [
             [TokenLogprobs(c.sequence.token_ids[p + 1], -float(p)) for p in c.scored_positions] for c in schedule.chunks
         ]

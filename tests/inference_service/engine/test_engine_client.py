@@ -1,6 +1,7 @@
 """The client against a socket that plays the engine."""
 
 import asyncio
+import gc
 from contextlib import aclosing
 
 import pytest
@@ -11,6 +12,7 @@ from inference_service.engine.client import EngineClient
 from inference_service.engine.event_queue import merge
 from inference_service.types import (
     Abort,
+    CancelCall,
     EngineReady,
     GenerateSpec,
     Hello,
@@ -191,6 +193,25 @@ async def test_calls_get_their_own_replies(connected, engine):
     assert await listing == resident
     with pytest.raises(AdapterInvalid):
         await load
+
+
+async def test_a_call_given_up_is_cancelled(connected, engine):
+    call = asyncio.create_task(connected.unload_adapter("sha256:a", force=False))
+    heard = await engine.hear()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await engine.hear() == CancelCall(heard.call_id)
+
+
+async def test_a_failed_hello_that_nobody_waits_for_is_not_logged(client, caplog):
+    hello = asyncio.create_task(client.hello())
+    await asyncio.sleep(0)
+    hello.cancel()
+    await asyncio.gather(hello, return_exceptions=True)
+    client.engine_down()
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_no_engine_fails_at_once(client):

@@ -215,6 +215,20 @@ async def test_load_pin_unload_and_force(client, adapters):
     assert len((await drained)[0]) == 30
 
 
+async def test_an_unload_given_up_lets_new_requests_run(client, shared_engine):
+    async def held_by():
+        return [r.active_requests for r in await client.list_resident() if r.digest == QV]
+
+    async with aclosing(client.generate(spec("long", 250, adapter=QV))) as stream:
+        await anext(stream)
+        await client.load_adapter(QV, pinned=True, wait=True)
+        unload = asyncio.create_task(client.unload_adapter(QV, force=False))
+        assert await held_by() == [1]  # the unload has been heard
+        unload.cancel()
+        assert len((await collect(client, spec("new", 3, adapter=QV)))[0]) == 3
+        assert await held_by() == [1]
+
+
 async def test_a_new_adapter_process_is_asked_again(client, adapters, shared_engine, tiny):
     await client.unload_adapter(ALL, force=True)
     adapters.muted.add(ALL)

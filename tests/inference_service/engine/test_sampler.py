@@ -121,6 +121,27 @@ def test_seed_index_and_position_each_change_the_draw():
     assert sample(logits, [row(seed=3)] * 40).token_ids == sample(logits, [row(seed=3)] * 40).token_ids
 
 
+INF = float("inf")
+
+
+@pytest.mark.parametrize("spoil", [slice(7, 8), slice(None)])
+@pytest.mark.parametrize("value", [float("nan"), INF])
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}])
+def test_a_row_that_is_not_finite_has_no_token_and_spoils_no_other(how, value, spoil):
+    logits = logits_of(3)
+    rows = [row(**how, seed=i, logprobs=1, output_ids=[4], presence_penalty=float(i)) for i in range(3)]
+    before = sample(logits, rows)
+    logits[1, spoil] = value
+    after = sample(logits, rows)
+    assert after.token_ids == [before.token_ids[0], -1, before.token_ids[2]]
+    assert after.logprobs == [before.logprobs[0], None, before.logprobs[2]]
+
+
+def test_impossible_tokens_are_no_reason_to_fail_unless_there_is_no_other():
+    logits = torch.tensor([[-INF, 2.0, -INF], [-INF] * 3])
+    assert sample(logits, [row(), row()]).token_ids == [1, -1]
+
+
 def test_temperature_zero_and_tiny_are_greedy():
     logits = logits_of(3)
     rows = [row(temperature=0.0), row(temperature=1e-30, top_p=0.5), row(temperature=0.0, top_k=5)]

@@ -262,6 +262,21 @@ def test_an_exception_in_a_step_fails_that_step_only():
     assert heard.tokens["b", 0] == expected_tokens(range(6), 4)
 
 
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_an_output_that_is_not_finite_fails_its_request_only(looks_ahead):
+    engine = build_engine(looks_ahead=looks_ahead)
+    engine.scheduler.adapters.resident = {"x": 0, "y": 1}
+    for name, adapter, n in (("a", "x", 2), ("b", "y", 1), ("c", None, 1)):
+        engine.submit(API, spec(name, range(6), adapter=adapter, n=n))
+    engine.runner.overflows = {"x", None}
+    heard = run(engine)
+    assert heard.failed["a"].reason == "ADAPTER_INVALID"
+    assert heard.failed["a"].metadata == {"digest": "x"}
+    assert heard.failed["c"].message.startswith("internal error (id ")
+    assert heard.tokens == {("b", 0): expected_tokens(range(6), 4)}
+    assert engine.scheduler.adapters.users == {"x": 0, "y": 0}
+
+
 def test_a_gone_client_and_a_forced_adapter_leave_nothing():
     engine = build_engine()
     engine.scheduler.adapters.resident = {"x": 0}

@@ -222,11 +222,18 @@ def test_everything_pinned(bench: Bench) -> None:
     error = bench.pool.error("b")
     assert isinstance(error, AdapterMemory)
     assert error.retry_after == 5.0
+    bench.now += 4.9
+    assert bench.pool.require("b") is FAILED
     bench.pool.begin_unload("a")
-    bench.ready("a", 4)
-    bench.now += 5
     bench.ready("b", 1)
-    assert bench.pool.state("a") is None
+
+
+def test_want_of_host_memory_is_remembered_only_as_long_as_it_says(bench: Bench) -> None:
+    bench.pool.require("a")
+    bench.pool.on_acquire_failed(AcquireFailed("a", AdapterMemory("all in use", retry_after=0.5).record()))
+    assert bench.pool.require("a") is FAILED
+    bench.now += 0.5
+    assert bench.pool.require("a") is ACQUIRING
 
 
 def test_a_pin_waits_with_the_load_and_belongs_to_the_digest(bench: Bench) -> None:
@@ -290,6 +297,22 @@ def test_unload_drains(bench: Bench) -> None:
     assert bench.pool.state("a") is None
     assert bench.arena.loaded == {}
     assert bench.pool.require("a") is ACQUIRING
+
+
+def test_an_unload_that_nobody_waits_for_any_more(bench: Bench) -> None:
+    bench.ready("a", pinned=True)
+    handle = bench.pool.acquire("a")
+    bench.pool.begin_unload("a")
+    bench.pool.cancel_unload("a")
+    assert bench.pool.acquire("a") == handle
+    bench.pool.release(handle)
+    bench.pool.release(handle)
+    assert bench.pool.state("a") is READY
+    assert not bench.pool.residents()[0].pinned
+    bench.pool.begin_unload("a")
+    bench.pool.cancel_unload("a")
+    assert bench.pool.state("a") is None
+    bench.pool.check_integrity()
 
 
 def test_unload_while_acquiring(bench: Bench) -> None:
@@ -399,6 +422,10 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(digest=digests)
     def unload(self, digest: str) -> None:
         self.pool.begin_unload(digest)
+
+    @rule(digest=digests)
+    def cancel_unload(self, digest: str) -> None:
+        self.pool.cancel_unload(digest)
 
     @precondition(lambda self: self.pending())
     @rule(fails=st.integers(0, 4))

@@ -110,7 +110,10 @@ def test_pins_in_the_way() -> None:
     with pytest.raises(AdapterMemory, match="pinned adapters leave no room for 512 bytes") as caught:
         slots.reserve("b", layout(2))
     assert caught.value.retry_after == 5.0
+    assert not slots.can_hold(layout(2))
+    assert slots.can_hold(layout(1))
     slots.set_pinned("a", False)
+    assert slots.can_hold(layout(2))
     assert slots.reserve("b", layout(2)) is not None
 
 
