@@ -10,7 +10,6 @@ from typing import Literal
 from inference_service.config import InferenceConfig, parse_size
 from shared.errors import InvalidArgument
 
-
 # What the kernel reports says little: a virtual machine's memory may grow as it is used. This only finds wrong units.
 MOST_HOST_BYTES = 16 << 40
 
