@@ -161,7 +161,8 @@ class CudaRunner(ModelRunner):
     def _read_at_once(self, schedule: Schedule, forward: Forward, rows: Items[Row]) -> PendingStep:
         """With penalties, bias, forbidden tokens or prompt logprobs: the sampler of `engine.sampler`."""
         token_ids, logprobs = sample(forward.logits.float(), rows) if rows else ([], [])
-        self._last_tokens[: len(token_ids)] = torch.tensor(token_ids, dtype=torch.int64)
+        # A row whose logits are not finite has no token; the step after it may be launched before its request fails.
+        self._last_tokens[: len(token_ids)] = torch.tensor(token_ids, dtype=torch.int64).clamp(min=0)
         self._remember(schedule)
         scores = self.prompt_logprobs(schedule.chunks, forward.hidden[len(rows) :])
         return Computed(StepResult(token_ids, logprobs, scores))

@@ -14,6 +14,11 @@ import threading
 import time
 from types import FrameType
 
+# Read when torch is loaded. OpenMP's threads wait for each other after every operation. Spinning as long as by default,
+# they take from the last one the time it needs if other processes are busy; to sleep at once is a fifth slower.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "4000")
+
 import msgspec
 import torch
 import zmq
