@@ -26,7 +26,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_adapters: Slots.
         threads: torch's threads on a CPU.
         max_queue: Sequences that may wait before QueueFull.
-        seed: Of anything random outside requests (there is nothing yet).
+        seed: Of dummy weights.
     """
 
     model: str
