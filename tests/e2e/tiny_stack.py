@@ -1,0 +1,71 @@
+"""Both services over a random base model small enough for thousands of requests, and PEFT's word on each answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from examples.stack import Stack
+from tests.e2e.oracle import Comparison, Oracle
+
+BASE = "tiny"
+VOCAB = 256
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PROMPTS = [[5, 9, 200, 31], [7] * 9, [250, 3, 3, 17, 90, 41], list(range(20, 60))]
+
+
+@dataclass
+class TinyWorld:
+    """A base model, adapters in `store` by name, and the oracle of both.
+
+    Attributes:
+        folder: With `base` and `store` in it.
+        contents: Names of the adapter folders in `store`.
+    """
+
+    folder: Path
+    contents: Sequence[str]
+    oracle: Oracle
+    _compared: dict[tuple[str, int, tuple[int, ...]], Comparison] = field(default_factory=dict)
+
+    def stack(self, run: Path, *flags: str) -> Stack:
+        """Both services, with `file://store/…`."""
+        fixed = (f"--model-name={BASE}", "--dtype=float32", "--device=cpu", "--threads=1")
+        return Stack(run, flags=[*fixed, *flags], model=self.folder / "base", roots={"store": self.folder / "store"})
+
+    def compare(self, content: str, prompt: int, answer: Sequence[int], logprobs: Sequence[float]) -> Comparison:
+        """As `Oracle.compare`; `content` is empty for the base model. Equal answers are scored once."""
+        key = content, prompt, tuple(answer)
+        if key not in self._compared:
+            self._compared[key] = self.oracle.compare(PROMPTS[prompt], answer, logprobs, content)
+        return self._compared[key]
+
+
+def build(folder: Path, num_contents: int) -> TinyWorld:
+    """Random weights whose adapters matter: 0.5 to 2 MB each, of different ranks and targets."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=256, initializer_range=0.12, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    base = LlamaForCausalLM(config).eval()
+    base.save_pretrained(folder / "base")
+    contents = [f"content-{number}" for number in range(num_contents)]
+    model: PeftModel | None = None
+    for number, name in enumerate(contents):
+        rank = (64, 16, 33, 48)[number % 4]
+        targets = LINEARS if number % 3 else LINEARS[:4]
+        lora = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, init_lora_weights=False)
+        if model is None:
+            model = get_peft_model(base, lora, adapter_name=name)
+        else:
+            model.add_adapter(name, lora)
+    assert model is not None
+    for key, parameter in model.named_parameters():
+        if "lora_" in key:
+            torch.nn.init.normal_(parameter, std=0.08)
+    model.save_pretrained(folder / "store")
+    return TinyWorld(folder, contents, Oracle(folder / "base", {name: folder / "store" / name for name in contents}))
