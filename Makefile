@@ -1,8 +1,11 @@
 # make demo    sets everything up and shows one base model and three adapters answering in one batch
 # make serve   leaves both services up
 # make test    every check; what CI runs
+# make test-faults    both services under faults, the long ones included; prints recovery times
 # make bench   tokens per second beside transformers + PEFT
+# make bench-registry    the registry with 100,000 adapters, on Postgres and on SQLite
 # make bench-kernels, make bench-engine    on a GPU: kernels against their byte floor, time per token of an 8B shape
+# make kinds-table    tries every kind of adapter on six base models against PEFT; README's table
 
 PYTHON ?= python3
 VENV   := .venv
@@ -15,7 +18,7 @@ QUIET  := 2>&1 | grep --line-buffered -v -e 'already satisfied' -e '^WARNING: Lo
 SHELL       := bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: help setup setup-dev model demo serve test test-py lint proto stubs manifests bench bench-kernels bench-engine adapters clean
+.PHONY: help setup setup-dev model demo serve test test-py test-faults lint proto stubs manifests bench bench-registry bench-kernels bench-engine kinds-table adapters clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -54,6 +57,9 @@ test: setup-dev lint proto manifests test-py
 test-py: setup-dev model
 	$(BIN)/python -m pytest
 
+test-faults: setup-dev model
+	$(BIN)/python -m pytest -s -m 'slow or not slow' tests/e2e
+
 lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -71,10 +77,13 @@ stubs: setup-dev
 		--mypy_out=. --mypy_grpc_out=only_async:. $(PROTOS:protos/%=%)
 
 manifests: setup-dev
-	$(BIN)/python deploy/k8s/validate.py
+	$(BIN)/python -m deploy.k8s.validate
 
 bench: setup-dev model
 	$(BIN)/python -m tests.bench.throughput
+
+bench-registry: setup-dev
+	$(BIN)/python -m tests.bench.registry --json build/bench-registry.json
 
 bench-kernels: setup-dev
 	$(BIN)/python -m kernels.bench --json build/bench-kernels.json
@@ -82,6 +91,11 @@ bench-kernels: setup-dev
 bench-engine: setup-dev
 	$(BIN)/python -m tests.bench.engine --json build/bench-engine-r16.json
 	$(BIN)/python -m tests.bench.engine --adapters 8 --counts 8 --rank 64 --loads D --json build/bench-engine-r64.json
+	$(BIN)/python -m tests.bench.served --json build/bench-served.json
+
+kinds-table: setup-dev
+	$(BIN)/python -m pytest -m '(slow or not slow) and not model' tests/kinds/test_kinds.py
+	$(BIN)/python -m tests.kinds.table
 
 adapters: setup-dev model
 	$(BIN)/python -m examples.train --base $(MODEL) --out examples/adapters

@@ -23,6 +23,7 @@ REGISTRY_SERVICE = "loraplex.registry.v1.AdapterRegistryService"
 INFERENCE_SERVICE = "loraplex.inference.v1.InferenceService"
 DRAIN_SECONDS = 20.0
 STOP_SECONDS = DRAIN_SECONDS + 20.0
+_EAGER = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)]
 
 
 def free_address() -> str:
@@ -59,7 +60,7 @@ class ServerProcess:
         """
         assert self.process is not None
         deadline = time.monotonic() + seconds
-        async with grpc.aio.insecure_channel(self.address) as channel:
+        async with grpc.aio.insecure_channel(self.address, options=_EAGER) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while not await self._is_serving(stub):
                 if self.process.returncode is not None or time.monotonic() > deadline:
@@ -128,6 +129,7 @@ class Stack:
                 f"--model={model}",
                 f"--registry={registry}",
                 f"--cache-dir={folder}/cache",
+                "--metrics-listen=127.0.0.1:0",
                 f"--drain-grace={DRAIN_SECONDS}",
                 *root_flags,
                 *flags,

@@ -1,14 +1,19 @@
 """`python -m inference_service`: one replica. Its flags are the fields of `InferenceConfig`."""
 
 import asyncio
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from inference_service.adapters.host_arena import create_host_arena
 from inference_service.config import ENV_PREFIX, InferenceConfig, parse_size
-from inference_service.launch import child_specs, find_base_model
+from inference_service.launch import addresses, child_specs, find_base_model
 from inference_service.machine_checks import check_machine
+from inference_service.metrics import ReplicaCollector
+from inference_service.metrics_feed import ReplicaFeed
 from inference_service.run_folder import run_folder
 from inference_service.supervisor import Supervisor
 from inference_service.types import EXIT_CONFIG
@@ -17,6 +22,9 @@ from shared.config import ConfigError, load
 from shared.errors import InvalidArgument, LoraplexError
 from shared.flags import flag_parser, startup_error
 from shared.listening import check_listen
+from shared.metrics import MetricsServer
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,10 +49,25 @@ def run(config: InferenceConfig) -> int:
     base = find_base_model(config)
     check_machine(config, base.device)
     host_arena = _host_arena(config)
-    with run_folder() as folder:
-        supervisor = Supervisor(child_specs(config, base, folder, host_arena))
+    with run_folder() as folder, _metrics(config, base.model_id, folder) as feed:
+        supervisor = Supervisor(child_specs(config, base, folder, host_arena), observer=feed)
         code = asyncio.run(supervisor.run())
     return code if supervisor.failure is None else _report(f"error: {supervisor.failure}", code)
+
+
+@contextmanager
+def _metrics(config: InferenceConfig, model_id: str, folder: Path) -> Iterator[ReplicaFeed | None]:
+    """What feeds the metrics, and the server that shows them; None if they are not wanted."""
+    if not config.metrics_listen:
+        yield None
+        return
+    feed = ReplicaFeed(model_id, config.max_adapters, *addresses(folder))
+    server = MetricsServer(config.metrics_listen, ReplicaCollector(lambda: feed.snapshot))
+    logger.info("metrics", extra={"port": server.port})
+    try:
+        yield feed
+    finally:
+        server.close()
 
 
 def _host_arena(config: InferenceConfig) -> int:

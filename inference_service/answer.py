@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from inference_service import responses
-from inference_service.detokenizer import Detokenizer
-from inference_service.output import OutputSequence
+from inference_service.adapter_text.text import OwnDetokenizer
+from inference_service.output import OutputSequence, text_ids
 from inference_service.responses import Clock
 from inference_service.served_model import ServedModel
+from inference_service.texts import RequestText
 from inference_service.types import GenerateSpec, PreparedAdapter, PromptLogprobs, SequenceDelta, Started
 from loraplex.inference.v1 import inference_pb2 as pb
 
@@ -22,6 +23,7 @@ class Admitted(NamedTuple):
     request: pb.GenerateRequest
     spec: GenerateSpec
     adapter: PreparedAdapter | None
+    text: RequestText
     clock: Clock
 
 
@@ -35,17 +37,26 @@ class Answer:
         self._admitted = admitted
         self._model = model
         self._abort = abort
-        strings = tuple(admitted.request.stop.strings)
-        self._sequences = [
-            OutputSequence(Detokenizer(model.tokenizer) if model.tokenizer else None, strings)
-            for _ in range(admitted.spec.sampling.n)
-        ]
+        strings, tokenizer = tuple(admitted.request.stop.strings), admitted.text.tokenizer
+        detokenizers = [tokenizer.detokenizer() if tokenizer else None for _ in range(admitted.spec.sampling.n)]
+        self._sequences = [OutputSequence(detokenizer, strings) for detokenizer in detokenizers]
+        self._read_ahead = [d for d in detokenizers if isinstance(d, OwnDetokenizer)]  # all or none
         self._started = Started(admitted.spec.request_id, 0, 0.0, 0.0)
 
     @property
     def is_complete(self) -> bool:
         """Every sequence has ended."""
         return all(sequence.is_finished for sequence in self._sequences)
+
+    @property
+    def needs_reading(self) -> bool:
+        """Whether `read` must see an event before `respond` does."""
+        return bool(self._read_ahead)
+
+    async def read(self, event: Event) -> None:
+        """Fetch the text of an event's tokens from where the adapter's tokenizer runs. Raises AdapterInvalid."""
+        if isinstance(event, SequenceDelta) and not self._sequences[event.index].is_finished:
+            await self._read_ahead[event.index].read(text_ids(event), event.finish_reason is not None)
 
     def respond(self, event: Event) -> Iterator[pb.GenerateResponse]:
         """The messages that an event adds to the stream."""
@@ -68,7 +79,7 @@ class Answer:
         if piece.finish is not None and event.finish_reason is None:
             self._abort(event.request_id, event.index)
         # Without a tokenizer the ids are all there is to send.
-        with_token_ids = self._admitted.request.output.token_ids or self._model.tokenizer is None
+        with_token_ids = self._admitted.request.output.token_ids or self._admitted.text.tokenizer is None
         message = responses.delta(event.index, piece, with_token_ids=with_token_ids)
         if message is not None:
             yield message

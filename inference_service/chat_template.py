@@ -1,10 +1,12 @@
 """Chat templates, rendered as transformers renders them (so that models see the prompts they were trained on)."""
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -12,10 +14,27 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from shared.adapter_format.texts import CHAT_TEMPLATE, TOKENIZER_CONFIG
 from shared.errors import InvalidArgument
-from shared.model_folder import read_json_object
+from shared.model_folder import read_files
 
 FIELD = "prompt.chat"
+
+# A longer chat is rendered on another thread.
+_INLINE_TURNS = 16
+_INLINE_CHARACTERS = 2000
+_THREADS = 2
+
+# What a template may raise of itself.
+_REFUSALS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
 
 
 class _GenerationBlock(Extension):
@@ -67,6 +86,20 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise InvalidArgument.of("chat_template", f"is not a template: {error!s:.200}") from error
         self._special_tokens = dict(special_tokens)
+        self._threads = ThreadPoolExecutor(_THREADS, "chat-template")
+
+    async def prompt(self, messages: Sequence[Mapping[str, str]], max_bytes: int) -> str:
+        """As `render`, long chats on another thread; and at most `max_bytes`, its own special tokens included.
+
+        Raises:
+            InvalidArgument: as `render`, or it is longer.
+        """
+        if len(messages) <= _INLINE_TURNS and sum(len(m["content"]) for m in messages) <= _INLINE_CHARACTERS:
+            text = self.render(messages)
+        else:
+            text = await asyncio.get_running_loop().run_in_executor(self._threads, self.render, messages)
+        check_prompt_size(text, max_bytes)
+        return text
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt for the assistant's next turn. Encode it without adding special tokens: it has its own.
@@ -77,28 +110,62 @@ class ChatTemplate:
         variables = {**self._special_tokens, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
             return self._template.render(messages=[dict(m) for m in messages], **variables)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        except _REFUSALS as error:
             raise InvalidArgument.of(FIELD, f"the chat template refuses it: {error!s:.300}") from error
 
 
+def check_prompt_size(text: str, max_bytes: int) -> None:
+    """Refuse a rendered prompt that is too long to be tokenized. Raises InvalidArgument."""
+    if (nbytes := len(text.encode())) > max_bytes:
+        problem = f"has {nbytes} bytes; no text of more than {max_bytes} fits into this replica's context"
+        raise InvalidArgument.of(FIELD, problem)
+
+
+class TemplateSource(NamedTuple):
+    """A template as its files hold it, and the special tokens beside it."""
+
+    text: str
+    special_tokens: Mapping[str, str]
+
+
+def template_source(files: Mapping[str, bytes]) -> TemplateSource | None:
+    """The template in files, by name: chat_template.jinja, else `chat_template` of tokenizer_config.json, else None.
+
+    Raises:
+        InvalidArgument: a file is not what it should be; names it.
+    """
+    config = _json_object(TOKENIZER_CONFIG, files[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in files else {}
+    text = _text(CHAT_TEMPLATE, files[CHAT_TEMPLATE]) if CHAT_TEMPLATE in files else None
+    if text is None:
+        text = _default_template(config.get("chat_template"))
+    return None if text is None else TemplateSource(text, _special_tokens(config))
+
+
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """The template of a model folder: chat_template.jinja, else `chat_template` of tokenizer_config.json, else None.
+    """The template of a model folder, or None.
 
     Raises:
         InvalidArgument: a file is not what it should be.
     """
-    path = folder / "tokenizer_config.json"
-    config = read_json_object(path) if path.is_file() else {}
-    file = folder / "chat_template.jinja"
-    source = _read_text(file) if file.is_file() else _default_template(config.get("chat_template"))
-    return None if source is None else ChatTemplate(source, _special_tokens(config))
+    source = template_source(read_files(folder, (TOKENIZER_CONFIG, CHAT_TEMPLATE)))
+    return None if source is None else ChatTemplate(source.text, source.special_tokens)
 
 
-def _read_text(path: Path) -> str:
+def _json_object(name: str, data: bytes) -> dict[str, Any]:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument.of(path.name, f"cannot be read: {error}") from error
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument.of(name, "is not JSON") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument.of(name, "must be a JSON object")
+    return value
+
+
+def _text(name: str, data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument.of(name, f"cannot be read: {error}") from error
 
 
 def _default_template(value: Any) -> str | None:

@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
-from inference_service.types import READY_LINE
+from inference_service.types import READY_LINE, REPORT_PREFIX
 from shared.errors import LoraplexError
 
 _ERROR = "error: "
@@ -24,7 +26,7 @@ class ChildSpec(NamedTuple):
 
     `role` names it in events (`engine_down`) and messages. `start` is its first line of standard input, `restart` that
     of a process that replaces one which died. `stage`: those of stage 0 are stopped first. `grace`: seconds it has to
-    end after SIGTERM.
+    end after SIGTERM. `environment`: variables that it gets beside ours.
     """
 
     role: str
@@ -35,16 +37,19 @@ class ChildSpec(NamedTuple):
     grace: float
     pass_fds: tuple[int, ...] = ()
     hears_events: bool = False
+    environment: Mapping[str, str] = MappingProxyType({})
 
 
 class Child:
     """One process at a time of one spec. Its standard input stays open as long as the supervisor lives.
 
-    `is_ready`: it has said that its start is over. `last_words`: what its last line of standard error tells.
+    `on_report`: takes what it reports (`REPORT_PREFIX`). `is_ready`: it has said that its start is over.
+    `last_words`: what its last line of standard error tells.
     """
 
-    def __init__(self, spec: ChildSpec) -> None:
+    def __init__(self, spec: ChildSpec, on_report: Callable[[str], None] | None = None) -> None:
         self.spec = spec
+        self._on_report = on_report
         self.is_ready = False
         self.last_words = ""
         self._process: asyncio.subprocess.Process | None = None
@@ -58,6 +63,7 @@ class Child:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **self.spec.environment},
             pass_fds=self.spec.pass_fds,
             process_group=0,
             limit=_MAX_LINE_BYTES,
@@ -104,9 +110,12 @@ class Child:
             stdin.write(line)
 
     def _hear_output(self, line: str) -> None:
-        """Pass its standard output on, but for the line that is meant for the supervisor."""
+        """Pass its standard output on, but for the lines that are meant for the supervisor."""
         if line.strip() == READY_LINE:
             self.is_ready = True
+        elif line.startswith(REPORT_PREFIX):
+            if self._on_report is not None:
+                self._on_report(line.removeprefix(REPORT_PREFIX))
         else:
             sys.stdout.write(line)
             sys.stdout.flush()

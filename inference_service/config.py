@@ -7,7 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from shared.auth.settings import AccessSettings
 from shared.config import is_address
+from shared.sources.credentials import Credential
+from shared.sources.settings import ALLOWED_ENDPOINTS, ALLOWED_SOURCES, CREDENTIALS
 
 ENV_PREFIX = "LORAPLEX_INFERENCE_"
 
@@ -47,6 +50,18 @@ def _is_positive(value: float) -> str | None:
     return None if 0 < value < 1 << 31 else "a number above zero"
 
 
+def _is_limit(value: float) -> str | None:
+    return None if 0 <= value < 1 << 31 else "a number, 0 for no limit"
+
+
+def _is_share(value: float) -> str | None:
+    return None if 0 < value <= 1 else "a number above 0, at most 1"
+
+
+def _is_address_or_off(address: str) -> str | None:
+    return None if address == "" else is_address(address)
+
+
 def _is_registry(address: str) -> str | None:
     is_target = "://" in address or is_address(address) is None
     return (
@@ -54,27 +69,51 @@ def _is_registry(address: str) -> str | None:
     )
 
 
+def _is_replica_name(name: str) -> str | None:
+    is_name = re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._:-]{0,126}[A-Za-z0-9])?", name)
+    return None if is_name else "1 to 128 of A-Z a-z 0-9 . _ : -"
+
+
 def _setting(default: Any, description: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": description, **metadata})
 
 
 @dataclass(frozen=True)
-class InferenceConfig:
+class InferenceConfig(AccessSettings):
     """Settings of `loraplex serve`. None means: chosen by the model or the device."""
 
     model: str = field(metadata={"help": "folder or Hub id of the base model"})
     model_name: str | None = _setting(None, "id of the base model; by default its Hub id or folder name, lowercased")
     registry: str = _setting("127.0.0.1:50051", "address of the registry", check=_is_registry)
+    registry_token_file: str = _setting("", "file with the bearer token that this replica shows the registry")
+    registry_ca: str = _setting(
+        "", "PEM file of the CA of the registry's certificate, or `system`; with it the connection is TLS"
+    )
+    registry_cert: str = _setting("", "PEM file of the certificate that this replica shows the registry")
+    registry_key: str = _setting("", "PEM file of its private key")
     listen: str = _setting("127.0.0.1:50052", "address to listen on", check=is_address)
     device: Literal["auto", "cpu", "cuda"] = _setting("auto", "where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting("auto", "type of the model's weights")
+    load_format: Literal["safetensors", "dummy"] = _setting(
+        "safetensors", "where weights come from; dummy: random ones of the shape in config.json, for benchmarks"
+    )
+    dummy_seed: int = _setting(0, "seed of dummy weights")
     file_roots: dict[str, str] = field(
         default_factory=dict,
         metadata={"flag": "--file-root", "help": "NAME=DIR that file:// adapters may lie under; repeatable"},
     )
+    credentials: dict[str, Credential] = field(default_factory=dict, metadata=CREDENTIALS)
+    allowed_sources: tuple[str, ...] = field(default=(), metadata=ALLOWED_SOURCES)
+    allowed_endpoints: tuple[str, ...] = field(default=(), metadata=ALLOWED_ENDPOINTS)
     cache_dir: Path = field(default=_CACHE_DIR, metadata={"help": "folder of downloaded adapters"})
+    kernel_cache_dir: Path | None = field(
+        default=None, metadata={"help": "folder of compiled kernels; by default `kernels` in the cache folder"}
+    )
     disk_bytes: str = _setting("20GiB", "size of the adapter cache on disk", check=_is_size)
     host_memory: str = _setting("1GiB", "host memory for packed adapters", check=_is_adapter_memory)
+    memory_fraction: float = _setting(
+        0.9, "share of the GPU's memory to fill with weights, adapters, keys and values", check=_is_share
+    )
     adapter_memory: str | None = _setting(None, "device memory for adapters", check=_is_adapter_memory)
     kv_cache_memory: str | None = _setting(None, "device memory for keys and values", check=_is_size)
     max_model_len: int | None = _setting(None, "tokens of prompt and output together", check=_is_positive)
@@ -82,12 +121,35 @@ class InferenceConfig:
     max_batched_tokens: int | None = _setting(None, "tokens computed in one step", check=_is_positive)
     max_adapters: int = _setting(128, "adapters on the device at once", check=_is_positive)
     max_queue: int = _setting(1024, "sequences that may wait before QUEUE_FULL", check=_is_positive)
+    max_queued_per_tenant: int = _setting(
+        0, "sequences of one tenant that may wait before TENANT_QUOTA; 0: any number", check=_is_limit
+    )
+    max_running_per_tenant: int = _setting(
+        0, "sequences of one tenant in a step, others wait; 0: any number", check=_is_limit
+    )
+    adapter_memory_per_tenant: str | None = _setting(
+        None, "device memory for the adapters of one tenant; by default all there is", check=_is_adapter_memory
+    )
+    adapter_age_limit: float = _setting(
+        5.0, "seconds that an adapter is waited for before another makes room", check=_is_positive
+    )
     threads: int | None = _setting(None, "CPU threads of the engine", check=_is_positive)
     prefix_caching: bool = _setting(True, "reuse the keys and values of equal prefixes")
     api_processes: int = _setting(1, "processes that share the listening port", check=_is_positive)
+    metrics_listen: str = _setting(
+        "127.0.0.1:50054", "address of Prometheus metrics (GET /metrics); empty: none", check=_is_address_or_off
+    )
     drain_grace: float = _setting(30.0, "seconds that running streams have after SIGTERM", check=_is_positive)
     max_stale: float = _setting(
         3600.0, "seconds that resolutions serve while the registry is unreachable", check=_is_positive
+    )
+    replica_name: str | None = _setting(
+        None, "name under which this replica reports to the registry; by default HOST:PORT", check=_is_replica_name
+    )
+    residency_wait: float = _setting(
+        60.0,
+        "seconds that readiness waits for adapters that are to be PRELOADed or PINNED; 0: it does not",
+        check=_is_limit,
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least severe level to log")
 
@@ -102,4 +164,6 @@ class ApiStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     api_address: str
     adapter_address: str
     drain_grace: float
+    access: AccessSettings = AccessSettings()
+    residency_wait: float = 0.0
     log_level: str = "info"

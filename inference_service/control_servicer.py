@@ -1,20 +1,26 @@
 """AdapterControlService: what this replica holds, and changing it by hand."""
 
+import asyncio
 import base64
 import binascii
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
-from inference_service.types import PreparedAdapter, ResidentAdapter, StagedAdapter
+from inference_service.replica_status import digests_of, replica_status, visible_name
+from inference_service.stats import AdapterStats, EngineStats
+from inference_service.types import EngineReady, PreparedAdapter, ResidentAdapter, StagedAdapter
 from loraplex.inference.v1 import control_pb2 as pb
 from loraplex.inference.v1 import control_pb2_grpc as pb_grpc
-from shared.auth import Caller, authorize, caller_of
+from shared.auth import Caller, caller_of
 from shared.digest import check_digest
-from shared.errors import AdapterNotFound, InvalidArgument, LoraplexError
+from shared.errors import AdapterNotFound, EngineUnavailable, InvalidArgument, SourceUnavailable
 from shared.references import parse_reference, parse_version_name
 
 DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000
+STATS_SECONDS = 1.0
+
+T = TypeVar("T")
 
 _LEVELS = {"DISK": pb.LoadedAdapter.LEVEL_DISK, "HOST": pb.LoadedAdapter.LEVEL_HOST}
 
@@ -25,6 +31,8 @@ class Engine(Protocol):
     async def load_adapter(self, digest: str, *, pinned: bool, wait: bool) -> None: ...
     async def unload_adapter(self, digest: str, *, force: bool) -> None: ...
     async def list_resident(self) -> list[ResidentAdapter]: ...
+    async def hello(self) -> EngineReady: ...
+    async def stats(self) -> EngineStats: ...
 
 
 class Adapters(Protocol):
@@ -34,6 +42,9 @@ class Adapters(Protocol):
     async def resolve(self, reference: str) -> str: ...
     async def drop(self, digest: str) -> int: ...
     async def list_staged(self, digests: Sequence[str] = ()) -> list[StagedAdapter]: ...
+    async def names(self, digests: Sequence[str]) -> dict[str, list[str]]: ...
+    async def stats(self) -> AdapterStats: ...
+    async def await_residency(self, seconds: float) -> None: ...
 
 
 class ControlServicer(pb_grpc.AdapterControlServiceServicer):
@@ -44,9 +55,8 @@ class ControlServicer(pb_grpc.AdapterControlServiceServicer):
         self._adapters = adapters
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:  # noqa: N802
-        caller = caller_of(context.invocation_metadata())
+        caller = caller_of(context)
         reference = parse_reference(request.reference, caller.namespace, "reference")
-        authorize(caller, reference.namespace, "admin")
         prepared = await self._adapters.prepare(reference.canonical())
         await self._engine.load_adapter(prepared.digest, pinned=request.pinned, wait=request.wait)
         held = {adapter.digest: adapter for adapter in await self._held()}
@@ -61,7 +71,10 @@ class ControlServicer(pb_grpc.AdapterControlServiceServicer):
         return pb.LoadAdapterResponse(adapter=adapter)
 
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Any) -> pb.UnloadAdapterResponse:  # noqa: N802
-        digest = await self._digest(request.adapter, caller_of(context.invocation_metadata()))
+        caller = caller_of(context)
+        digest = await self._digest(request.adapter, caller)
+        if await self._is_shared(digest, caller):
+            return pb.UnloadAdapterResponse()  # it is loaded for others, of whom the caller must not hear
         on_device = sum(a.size_bytes for a in await self._engine.list_resident() if a.digest == digest)
         # Also if it is not resident: that ends its pin, and a load under way.
         await self._engine.unload_adapter(digest, force=request.force)
@@ -71,13 +84,25 @@ class ControlServicer(pb_grpc.AdapterControlServiceServicer):
         self, request: pb.ListLoadedAdaptersRequest, context: Any
     ) -> pb.ListLoadedAdaptersResponse:
         size, after = _page(request)
-        caller = caller_of(context.invocation_metadata())
-        authorize(caller, caller.namespace, "reader")
-        visible = sorted((a for a in await self._held() if _may_see(caller, a)), key=_sort_key)
+        visible = sorted(await self._visible(caller_of(context)), key=_sort_key)
         rest = [a for a in visible if _sort_key(a) > after]
         page = rest[:size]
         token = _encode_token(page[-1]) if len(rest) > size else ""
         return pb.ListLoadedAdaptersResponse(adapters=page, next_page_token=token)
+
+    async def GetReplicaStatus(  # noqa: N802
+        self, request: pb.GetReplicaStatusRequest, context: Any
+    ) -> pb.GetReplicaStatusResponse:
+        caller = caller_of(context)
+        engine, adapters = await asyncio.gather(_if_it_runs(self._engine.stats()), _if_it_runs(self._adapters.stats()))
+        ready = await _if_it_runs(self._engine.hello()) if engine else None
+        digests = digests_of(engine, adapters)
+        names = (await _if_it_runs(self._adapters.names(digests)) if digests else None) or {}
+
+        def name_of(digest: str) -> str | None:
+            return _name_for(caller, names.get(digest, []))
+
+        return replica_status(engine, adapters, ready.memory if ready else None, name_of)
 
     async def _held(self) -> list[pb.LoadedAdapter]:
         """Every adapter on this replica, each at its fastest tier."""
@@ -87,17 +112,28 @@ class ControlServicer(pb_grpc.AdapterControlServiceServicer):
     async def _digest(self, text: str, caller: Caller) -> str:
         """The digest that `text` names: a reference, which is only resolved, or `sha256:HEX` of what is here."""
         if not text.startswith("sha256:"):
-            reference = parse_reference(text, caller.namespace, "adapter")
-            authorize(caller, reference.namespace, "admin")
-            return await self._adapters.resolve(reference.canonical())
+            return await self._adapters.resolve(parse_reference(text, caller.namespace, "adapter").canonical())
         digest = check_digest(text, "adapter")
-        found = [adapter for adapter in await self._held() if adapter.digest == digest]
-        if not found:
+        if all(adapter.digest != digest for adapter in await self._visible(caller)):
             raise AdapterNotFound(f"{digest} is not on this replica", metadata={"adapter": digest})
-        for adapter in found:
-            if adapter.adapter_version:
-                authorize(caller, parse_version_name(adapter.adapter_version, "adapter").namespace, "admin")
         return digest
+
+    async def _visible(self, caller: Caller) -> list[pb.LoadedAdapter]:
+        """What the caller may hear of, under a name that it may know. Others may have the same content."""
+        held = await self._held()
+        names = await self._adapters.names([adapter.digest for adapter in held]) if held else {}
+        found = []
+        for adapter in held:
+            name = _name_for(caller, [adapter.adapter_version, *names.get(adapter.digest, [])])
+            if name is not None:
+                adapter.adapter_version = name
+                found.append(adapter)
+        return found
+
+    async def _is_shared(self, digest: str, caller: Caller) -> bool:
+        """Whether it is also the content of an adapter that the caller may not operate."""
+        names = (await self._adapters.names([digest])).get(digest, [])
+        return any(not _may_operate(caller, name) for name in names if name)
 
 
 def merge(resident: Iterable[ResidentAdapter], staged: Iterable[StagedAdapter]) -> list[pb.LoadedAdapter]:
@@ -127,14 +163,23 @@ def merge(resident: Iterable[ResidentAdapter], staged: Iterable[StagedAdapter]) 
     return list(found.values())
 
 
-def _may_see(caller: Caller, adapter: pb.LoadedAdapter) -> bool:
-    if not adapter.adapter_version:
-        return True
+async def _if_it_runs(call: Awaitable[T]) -> T | None:
+    """What a process answers; None if it is down, or takes as long as if it were."""
     try:
-        authorize(caller, parse_version_name(adapter.adapter_version, "adapter_version").namespace, "reader")
-    except LoraplexError:
-        return False
-    return True
+        async with asyncio.timeout(STATS_SECONDS):
+            return await call
+    except (TimeoutError, EngineUnavailable, SourceUnavailable):
+        return None
+
+
+def _name_for(caller: Caller, names: Iterable[str]) -> str | None:
+    """See `replica_status.NameOf`. Content without a name may be anybody's, so it is shown to who may see all."""
+    name = visible_name(names, lambda version: _may_operate(caller, version))
+    return name if name or caller.has_everywhere(["operator"]) else None
+
+
+def _may_operate(caller: Caller, version: str) -> bool:
+    return "operator" in caller.roles_in(parse_version_name(version, "adapter_version").namespace)
 
 
 def _sort_key(adapter: pb.LoadedAdapter) -> tuple[str, str]:

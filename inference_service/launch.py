@@ -1,8 +1,12 @@
 """From the settings to the processes of one replica. What is wrong with the model is found here, before any starts."""
 
+import re
+import socket
 import sys
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -11,10 +15,11 @@ from inference_service.adapters.config import AdapterProcessConfig, AdapterProce
 from inference_service.child import ChildSpec
 from inference_service.config import ApiStart, InferenceConfig, parse_size
 from inference_service.engine.config import EngineConfig
-from inference_service.machine_checks import cuda_memory, has_gpu
+from inference_service.machine_checks import cuda_memory, has_gpu, kernel_cache
 from inference_service.run_folder import LONGEST_SOCKET
 from shared.base_model import default_id, parse_config
-from shared.base_weights import fingerprint_with_weights
+from shared.base_weights import dummy_fingerprint, fingerprint_with_weights
+from shared.channel import ClientIdentity
 from shared.errors import InvalidArgument
 from shared.model_folder import load_raw_config, resolve_model
 from shared.references import check_id
@@ -41,15 +46,15 @@ def find_base_model(config: InferenceConfig) -> BaseModel:
         InvalidArgument: the model cannot be served: names the key, tensor or architecture.
         SourceUnavailable: it must be downloaded, and the Hub does not answer.
     """
-    folder = resolve_model(config.model)
+    is_dummy = config.load_format == "dummy"
+    folder = resolve_model(config.model, with_weights=not is_dummy)
     is_folder = Path(config.model).expanduser().is_dir()
     model_id = check_id(config.model_name or default_id(str(folder) if is_folder else config.model), "model_name")
     raw = load_raw_config(folder)
     checkpoint_dtype = parse_config(raw).dtype
     device = config.device if config.device != "auto" else "cuda" if has_gpu() and cuda_memory() else "cpu"
-    return BaseModel(
-        folder, model_id, fingerprint_with_weights(raw, folder), device, _dtype(config, device, checkpoint_dtype)
-    )
+    weights = dummy_fingerprint(raw, config.dummy_seed) if is_dummy else fingerprint_with_weights(raw, folder)
+    return BaseModel(folder, model_id, weights, device, _dtype(config, device, checkpoint_dtype))
 
 
 def _dtype(config: InferenceConfig, device: str, checkpoint_dtype: str) -> Dtype:
@@ -61,15 +66,22 @@ def _dtype(config: InferenceConfig, device: str, checkpoint_dtype: str) -> Dtype
     return "float16" if checkpoint_dtype == "float16" else "bfloat16"
 
 
+def addresses(folder: Path) -> tuple[str, str]:
+    """Where the engine and the adapter process answer, for ZeroMQ."""
+    return f"ipc://{folder}/engine.sock", f"ipc://{folder}/{LONGEST_SOCKET}"
+
+
 def child_specs(config: InferenceConfig, base: BaseModel, folder: Path, host_arena_fd: int) -> list[ChildSpec]:
     """The adapter process, the engine process and the API processes, with their sockets in `folder`.
 
     Stages: who is asked ends after who asks.
     """
-    api_address = f"ipc://{folder}/engine.sock"
-    adapter_address = f"ipc://{folder}/{LONGEST_SOCKET}"
+    api_address, adapter_address = addresses(folder)
     adapters = AdapterProcessStart(
-        config=_adapter_config(config, base), address=adapter_address, host_arena_fd=host_arena_fd
+        config=_adapter_config(config, base),
+        address=adapter_address,
+        host_arena_fd=host_arena_fd,
+        engine_address=api_address,
     )
     engine = {
         "config": _engine_config(config, base),
@@ -84,7 +96,14 @@ def child_specs(config: InferenceConfig, base: BaseModel, folder: Path, host_are
     api_grace = config.drain_grace + _STOP_SECONDS
     return [
         _spec("adapters", "inference_service.adapters.process", adapters, again, stage=2, fds=(host_arena_fd,)),
-        _spec("engine", "inference_service.engine.process", engine, engine, fds=(host_arena_fd,)),
+        _spec(
+            "engine",
+            "inference_service.engine.process",
+            engine,
+            engine,
+            fds=(host_arena_fd,),
+            environment={"TRITON_CACHE_DIR": str(kernel_cache(config))},  # read when triton is imported
+        ),
         *(
             _spec("api", "inference_service.server", api, api, stage=0, grace=api_grace, hears_events=True)
             for _ in range(config.api_processes)
@@ -102,10 +121,20 @@ def _spec(
     grace: float = _STOP_SECONDS,
     fds: tuple[int, ...] = (),
     hears_events: bool = False,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> ChildSpec:
     argv = (sys.executable, "-m", module)
     lines = (msgspec.json.encode(start), msgspec.json.encode(restart))
-    return ChildSpec(role, argv, *lines, stage=stage, grace=grace, pass_fds=fds, hears_events=hears_events)
+    return ChildSpec(
+        role,
+        argv,
+        *lines,
+        stage=stage,
+        grace=grace,
+        pass_fds=fds,
+        hears_events=hears_events,
+        environment=environment,
+    )
 
 
 def _api_start(config: InferenceConfig, base: BaseModel, api_address: str, adapter_address: str) -> ApiStart:
@@ -117,6 +146,8 @@ def _api_start(config: InferenceConfig, base: BaseModel, api_address: str, adapt
         api_address=api_address,
         adapter_address=adapter_address,
         drain_grace=config.drain_grace,
+        access=config.access(),
+        residency_wait=config.residency_wait,
         log_level=config.log_level,
     )
 
@@ -124,15 +155,34 @@ def _api_start(config: InferenceConfig, base: BaseModel, api_address: str, adapt
 def _adapter_config(config: InferenceConfig, base: BaseModel) -> AdapterProcessConfig:
     return AdapterProcessConfig(
         registry=config.registry,
+        registry_identity=ClientIdentity(
+            token_file=config.registry_token_file,
+            ca=config.registry_ca,
+            cert=config.registry_cert,
+            key=config.registry_key,
+        ),
         base_model=base.model_id,
         model_folder=str(base.folder),
+        weights_fingerprint=base.weights_fingerprint,
+        has_weights=config.load_format != "dummy",
         dtype=base.dtype,
         cache_dir=str(config.cache_dir.expanduser().absolute()),
         disk_bytes=parse_size(config.disk_bytes),
         file_roots={name: str(Path(root).expanduser().absolute()) for name, root in config.file_roots.items()},
+        credentials=config.credentials,
+        allowed_sources=config.allowed_sources,
+        allowed_endpoints=config.allowed_endpoints,
         max_stale=config.max_stale,
+        replica=config.replica_name or _replica_name(config),
         log_level=config.log_level,
     )
+
+
+def _replica_name(config: InferenceConfig) -> str:
+    """HOST:PORT where it listens; with a random mark instead of a port that is any."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64].strip(".-") or "replica"
+    port = config.listen.rpartition(":")[2]
+    return f"{host}:{port if port.isdigit() and int(port) else uuid.uuid4().hex[:8]}"
 
 
 def _engine_config(config: InferenceConfig, base: BaseModel) -> EngineConfig:
@@ -140,17 +190,24 @@ def _engine_config(config: InferenceConfig, base: BaseModel) -> EngineConfig:
         return EngineConfig(
             model=str(base.folder),
             weights_fingerprint=base.weights_fingerprint,
+            load_format=config.load_format,
+            seed=config.dummy_seed,
             device=base.device,
             dtype=base.dtype,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
+            memory_fraction=config.memory_fraction,
             kv_cache_bytes=_size(config.kv_cache_memory),
             adapter_memory_bytes=_size(config.adapter_memory),
             max_adapters=config.max_adapters,
             threads=config.threads,
             prefix_caching=config.prefix_caching,
             max_queue=config.max_queue,
+            max_queued_per_tenant=config.max_queued_per_tenant,
+            max_running_per_tenant=config.max_running_per_tenant,
+            adapter_bytes_per_tenant=_size(config.adapter_memory_per_tenant) or 0,
+            adapter_age_limit=config.adapter_age_limit,
         )
     except ValueError as error:
         raise InvalidArgument.of(str(error).split()[0], str(error)) from error

@@ -1,6 +1,8 @@
 """Whether this machine has what the settings ask for, found out before any process starts."""
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -23,6 +25,8 @@ def check_machine(config: InferenceConfig, device: Literal["cpu", "cuda"]) -> No
     if device == "cuda" and not cuda_memory():
         raise InvalidArgument.of("device", "this machine has no GPU that PyTorch can use")
     _check_folders(config)
+    if device == "cuda":
+        _check_kernel_cache(config)
     on_device = cuda_memory() if device == "cuda" else MOST_HOST_BYTES
     for name, there_is in (
         ("host_memory", MOST_HOST_BYTES),
@@ -42,9 +46,7 @@ def _check_folders(config: InferenceConfig) -> None:
     try:
         cache_dir = config.cache_dir.expanduser()
         for folder in (cache_dir, cache_dir / "sha256", cache_dir / "work"):
-            folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-                raise PermissionError(0, "no permission to write to it", str(folder))
+            _make_folder(folder)
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}"
         raise InvalidArgument.of("cache_dir", f"{config.cache_dir} cannot be used ({reason})") from None
@@ -52,14 +54,58 @@ def _check_folders(config: InferenceConfig) -> None:
         raise InvalidArgument.of("cache_dir", f"{config.cache_dir}: {error}") from None
 
 
+def _check_kernel_cache(config: InferenceConfig) -> None:
+    """It is private: code that is found there is run."""
+    folder = kernel_cache(config)
+    try:
+        _make_folder(folder, 0o700)
+    except OSError as error:
+        raise InvalidArgument.of("kernel_cache_dir", f"{folder} cannot be used: {error.strerror}") from None
+
+
+def kernel_cache(config: InferenceConfig) -> Path:
+    """Where compiled kernels are kept."""
+    return (config.kernel_cache_dir or config.cache_dir / "kernels").expanduser().absolute()
+
+
+def _make_folder(folder: Path, mode: int = 0o777) -> None:
+    folder.mkdir(mode=mode, parents=True, exist_ok=True)
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(0, "no permission to write to it", str(folder))
+
+
 def has_gpu() -> bool:
-    """Whether it is worth asking PyTorch, which takes seconds to answer."""
+    """Whether it is worth asking the driver."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 @cache
 def cuda_memory() -> int:
-    """Bytes of the GPU's memory; 0 if PyTorch can use none. Another process asks it: the supervisor loads no torch."""
-    question = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
-    answer = subprocess.run([sys.executable, "-c", question], check=False, capture_output=True, text=True)
+    """Bytes of the first GPU's memory; 0 if PyTorch can use none.
+
+    Neither the driver nor PyTorch is loaded here: another process asks the driver, and PyTorch's file says whether it
+    was built for it. To ask PyTorch itself takes seconds.
+    """
+    if not _torch_has_cuda():
+        return 0
+    answer = subprocess.run([sys.executable, "-c", _ASK_DRIVER], check=False, capture_output=True, text=True)
     return int(answer.stdout) if answer.returncode == 0 else 0
+
+
+def _torch_has_cuda() -> bool:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    version = Path(spec.origin).with_name("version.py")
+    return version.is_file() and re.search(r"^cuda\b.*=\s*['\"]\d", version.read_text(), re.MULTILINE) is not None
+
+
+_ASK_DRIVER = """
+import ctypes
+driver = ctypes.CDLL("libcuda.so.1")
+device, nbytes = ctypes.c_int(), ctypes.c_size_t()
+assert driver.cuInit(0) == 0
+assert driver.cuDeviceGet(ctypes.byref(device), 0) == 0
+assert driver.cuDeviceTotalMem_v2(ctypes.byref(nbytes), device) == 0
+print(nbytes.value)
+"""

@@ -1,9 +1,8 @@
 """One output sequence as its reader sees it: text, ids and logprobs up to its end, and nothing beyond."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from inference_service.detokenizer import Detokenizer
 from inference_service.stop_strings import StopStrings
 from inference_service.types import FinishReason, SequenceDelta, TokenLogprobs
 
@@ -26,6 +25,23 @@ class Piece:
     finish: Finish | None = None
 
 
+class TextStream(Protocol):
+    """The growing text of one sequence; `detokenizer.Detokenizer` is one."""
+
+    def feed(self, token_id: int) -> str:
+        """The text that `token_id` completes; empty while a character is incomplete."""
+        ...
+
+    def flush(self) -> str:
+        """The text of what is held back."""
+        ...
+
+
+def text_ids(delta: SequenceDelta) -> list[int]:
+    """The tokens of a delta that are part of the text: one that ends the sequence is not."""
+    return delta.token_ids[:-1] if delta.finish_reason == "stop" else delta.token_ids
+
+
 class OutputSequence:
     """Builds the text of one sequence and ends it at the first stop string.
 
@@ -34,7 +50,7 @@ class OutputSequence:
     there is no text.
     """
 
-    def __init__(self, detokenizer: Detokenizer | None, stop_strings: tuple[str, ...]) -> None:
+    def __init__(self, detokenizer: TextStream | None, stop_strings: tuple[str, ...]) -> None:
         self._detokenizer = detokenizer
         self._stops = StopStrings(stop_strings)
         self._surplus = Piece()  # tokens after an undecided candidate
@@ -47,7 +63,7 @@ class OutputSequence:
         piece = Piece()
         if delta.token_ids and self.first_token_time is None:
             self.first_token_time = now
-        num_text = len(delta.token_ids) - (delta.finish_reason == "stop")
+        num_text = len(text_ids(delta))
         for position, token_id in enumerate(delta.token_ids):
             completions = self._stops.completions
             if position < num_text and self._detokenizer is not None:

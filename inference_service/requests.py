@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
-from inference_service.types import EngineReady, GenerateSpec, Sampling, Stop
+from inference_service.types import EngineReady, GenerateSpec, PreparedAdapter, Sampling, Stop
 from loraplex.inference.v1 import inference_pb2 as pb
 
 # Below this, logits / temperature may overflow float32, and the most likely token is certain anyway.
@@ -51,6 +51,20 @@ def stop_of(stop: pb.Stop, room: int) -> Stop:
     )
 
 
+def activation_start(prompt_ids: Sequence[int], activation: tuple[int, ...]) -> int | None:
+    """The position from which on an adapter acts: where the last occurrence of `activation` begins.
+
+    Without any `activation` it acts everywhere; None if the prompt does not have it.
+    """
+    if not activation:
+        return 0
+    length = len(activation)
+    for start in range(len(prompt_ids) - length, -1, -1):
+        if prompt_ids[start] == activation[0] and tuple(prompt_ids[start : start + length]) == activation:
+            return start
+    return None
+
+
 def generate_spec(
     request: pb.GenerateRequest,
     prompt_ids: Sequence[int],
@@ -58,17 +72,26 @@ def generate_spec(
     *,
     engine_id: str,
     tenant: str,
-    adapter_digest: str | None,
+    adapter: PreparedAdapter | None,
     arrival: float,
     deadline: float | None,
 ) -> GenerateSpec:
-    """The engine's view of a checked request. `engine_id` is unique, which a caller's request_id need not be."""
+    """The engine's view of a checked request. `engine_id` is unique, which a caller's request_id need not be.
+
+    An adapter that the prompt does not activate changes nothing: then it is the base model's request.
+    """
+    prompt_ids = list(prompt_ids)
+    start = activation_start(prompt_ids, adapter.activation) if adapter is not None else 0
+    acting = adapter if start is not None else None
     return GenerateSpec(
         request_id=engine_id,
-        prompt_ids=list(prompt_ids),
+        prompt_ids=prompt_ids,
         sampling=sampling_of(request.sampling),
         stop=stop_of(request.stop, ready.max_model_len - len(prompt_ids)),
-        adapter_digest=adapter_digest,
+        adapter_digest=acting.digest if acting is not None else None,
+        adapter_tier=acting.tier if acting is not None else "host",
+        adapter_start=start or 0,
+        extra_vocab=acting.extra_vocab if acting is not None else 0,
         tenant=tenant,
         cache_salt=request.cache_salt,
         priority=request.priority,

@@ -31,6 +31,10 @@ def started(
         adapter_digest=adapter.digest if adapter else "",
         prompt_tokens=prompt_tokens,
         cached_tokens=event.cached_tokens,
+        blend=[
+            pb.BlendedAdapter(adapter_version=part.version, adapter_digest=part.digest, weight=part.weight)
+            for part in (adapter.parts if adapter else ())
+        ],
     )
     return pb.GenerateResponse(started=message)
 

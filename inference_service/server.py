@@ -25,12 +25,16 @@ from inference_service.child import failure_line
 from inference_service.config import ApiStart
 from inference_service.control_servicer import ControlServicer
 from inference_service.engine.client import EngineClient
+from inference_service.request_stats import RequestMeter, keep_reporting
 from inference_service.served_model import ServedModel, load_served_model
 from inference_service.servicer import InferenceServicer
+from inference_service.texts import AdapterTexts
 from inference_service.types import EXIT_CONFIG, READY_LINE, EngineReady
 from loraplex.inference.v1.control_pb2_grpc import add_AdapterControlServiceServicer_to_server
 from loraplex.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from shared import log as log_setup
+from shared.auth.gate import AccessGate
+from shared.auth.settings import AccessSettings
 from shared.errors import EngineUnavailable, InvalidArgument, LoraplexError
 from shared.grpc_server import BoundServer, create_server, drain
 
@@ -55,6 +59,10 @@ class Engine(servicer.Engine, control_servicer.Engine, Protocol):
     def engine_down(self) -> None: ...
 
 
+class Adapters(servicer.Adapters, control_servicer.Adapters, Protocol):
+    """`adapters.client.AdapterClient`, as far as an API process uses it."""
+
+
 @dataclass
 class ApiServer:
     """A started API server. `port` is the one it listens on."""
@@ -62,6 +70,7 @@ class ApiServer:
     bound: BoundServer
     availability: Availability
     engine: Engine
+    texts: AdapterTexts
     following: asyncio.Task[None]
 
     @property
@@ -83,37 +92,68 @@ class ApiServer:
                 async with asyncio.timeout(_LAST_WORDS_SECONDS):
                     await self.availability.idle.wait()
         await drain(self.bound, max(0.0, until - time.monotonic()))
+        await self.texts.close()
 
 
 async def start(
-    listen: str, model: ServedModel, engine: Engine, adapters: control_servicer.Adapters, *, reuse_port: bool = False
+    listen: str,
+    model: ServedModel,
+    engine: Engine,
+    adapters: Adapters,
+    *,
+    reuse_port: bool = False,
+    meter: RequestMeter | None = None,
+    access: AccessSettings | None = None,
+    residency_wait: float = 0.0,
 ) -> ApiServer:
     """Start serving at `listen`; ready as soon as the engine is.
 
     Raises:
-        InvalidArgument: the address is taken.
+        InvalidArgument: the address is taken, or `access` cannot be had.
     """
-    availability = Availability()
+    access = access or AccessSettings()
+    availability, texts = Availability(), AdapterTexts(model, adapters.read_texts)
 
     def register(server: Any) -> None:
-        inference = InferenceServicer(model, engine, adapters, availability)
+        inference = InferenceServicer(model, engine, adapters, texts, availability, meter or RequestMeter())
         add_InferenceServiceServicer_to_server(inference, server)
         add_AdapterControlServiceServicer_to_server(ControlServicer(engine, adapters), server)
 
-    bound = await create_server(listen, register, SERVICE_NAMES, reuse_port=reuse_port)
+    bound = await create_server(
+        listen,
+        register,
+        SERVICE_NAMES,
+        reuse_port=reuse_port,
+        gate=AccessGate(access.authenticator()),
+        credentials=access.tls_credentials(),
+        health_listen=access.health_listen,
+    )
     await bound.server.start()
-    following = asyncio.create_task(_follow_engine(engine, availability, bound))
-    return ApiServer(bound, availability, engine, following)
+    following = asyncio.create_task(_follow_engine(engine, adapters, availability, bound, residency_wait))
+    return ApiServer(bound, availability, engine, texts, following)
 
 
-async def _follow_engine(engine: Engine, availability: Availability, bound: BoundServer) -> None:
-    """SERVING while there is a warm engine, NOT_SERVING while there is none."""
+async def _follow_engine(
+    engine: Engine,
+    adapters: control_servicer.Adapters,
+    availability: Availability,
+    bound: BoundServer,
+    residency_wait: float,
+) -> None:
+    """SERVING while there is a warm engine that holds what it shall, NOT_SERVING while there is none.
+
+    Adapters that the registry wants here are waited for up to `residency_wait` seconds.
+    """
     while True:
         try:
             availability.engine = await engine.hello()
         except EngineUnavailable:
             await asyncio.sleep(_RETRY_HELLO_SECONDS)
             continue
+        if residency_wait > 0:
+            with contextlib.suppress(LoraplexError, TimeoutError):
+                async with asyncio.timeout(residency_wait + _LAST_WORDS_SECONDS):
+                    await adapters.await_residency(residency_wait)
         await bound.readiness.set(serving=True)
         log.info("serving", extra={"port": bound.port})
         await engine.wait_down()
@@ -149,15 +189,26 @@ async def run() -> None:
     identity = f"api-{os.getpid()}"
     engine = EngineClient(settings.api_address, identity)
     adapters = AdapterClient.start(settings.adapter_address, identity)
-    server = await start(settings.listen, model, engine, adapters, reuse_port=settings.reuse_port)
+    meter = RequestMeter()
+    server = await start(
+        settings.listen,
+        model,
+        engine,
+        adapters,
+        reuse_port=settings.reuse_port,
+        meter=meter,
+        access=settings.access,
+        residency_wait=settings.residency_wait,
+    )
     print(READY_LINE, flush=True)
     log.info("listening", extra={"port": server.port})
     parent = asyncio.create_task(_follow_events(reader, engine, adapters))
     stopping = asyncio.create_task(stop.wait())
+    reporting = asyncio.create_task(keep_reporting(meter))
     await asyncio.wait([parent, stopping], return_when=asyncio.FIRST_COMPLETED)
     await server.stop(settings.drain_grace if stop.is_set() else 0.0)
-    parent.cancel()
-    stopping.cancel()
+    for task in (parent, stopping, reporting):
+        task.cancel()
     await engine.close()
     await adapters.close()
 

@@ -2,29 +2,33 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
 from inference_service import responses
 from inference_service.answer import Admitted, Answer, Event
 from inference_service.availability import Availability
-from inference_service.prompts import encode_chat, encode_text, prompt_ids, tokenizer_of
+from inference_service.prompts import encode_chat, prompt_ids, tokenizer_of
 from inference_service.request_checks import (
     MAX_N,
-    MAX_ROUND_TRIP_TOKENS,
     Limits,
+    TextLimits,
     Violations,
     check_chat,
+    check_chat_text,
     check_generate,
     check_length,
     check_round_trip,
     check_text,
     check_token_ids,
+    check_vocabulary,
 )
+from inference_service.request_stats import RequestMeter
 from inference_service.requests import generate_spec
 from inference_service.served_model import ServedModel
-from inference_service.types import EngineReady, GenerateSpec, PreparedAdapter
+from inference_service.texts import AdapterTexts, RequestText
+from inference_service.types import BlendPart, EngineReady, GenerateSpec, PreparedAdapter
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc as pb_grpc
 from shared.auth import Caller, authorize, caller_of
@@ -46,12 +50,24 @@ class Adapters(Protocol):
     """What Generate needs of `adapters.client.AdapterClient`."""
 
     async def prepare(self, reference: str, choice_key: str = "") -> PreparedAdapter: ...
+    async def prepare_blend(self, parts: Sequence[BlendPart], choice_key: str = "") -> PreparedAdapter: ...
+    async def read_texts(self, digest: str) -> Mapping[str, bytes]: ...
 
 
 class InferenceServicer(pb_grpc.InferenceServiceServicer):
     """Serves one base model and its adapters through one engine."""
 
-    def __init__(self, model: ServedModel, engine: Engine, adapters: Adapters, availability: Availability) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        engine: Engine,
+        adapters: Adapters,
+        texts: AdapterTexts,
+        availability: Availability,
+        meter: RequestMeter,
+    ) -> None:
+        self._meter = meter
+        self._texts = texts
         self._model = model
         self._engine = engine
         self._adapters = adapters
@@ -63,9 +79,12 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             admitted = await self._admit(request, ready, arrival, context)
             answer = Answer(admitted, self._model, self._engine.abort)
             # Closing the iterator, for whatever reason, frees what the engine holds for this request.
-            with _naming(admitted.adapter):
+            with _naming(admitted.adapter), self._meter.stream(arrival, len(admitted.spec.prompt_ids)) as times:
                 async with aclosing(self._engine.generate(admitted.spec)) as events:
                     async for event in events:
+                        times.observe(event)
+                        if answer.needs_reading:
+                            await answer.read(event)
                         for response in answer.respond(event):
                             yield response
                         if answer.is_complete:
@@ -75,37 +94,38 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         return responses.model_info(self._model, self._availability.require_engine())
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:  # noqa: N802
-        limits, violations = self._limits(self._availability.engine), Violations()
+        violations = Violations()
         if request.HasField("chat"):
-            check_chat(request.chat, limits, violations)
-        elif request.HasField("text"):
-            check_text(request.text, limits, violations)
-        else:
+            check_chat(request.chat, violations)
+        elif not request.HasField("text"):
             violations.add("prompt", "is missing: set text or chat")
         adapter = await self._prepare(request.adapter, "", violations, context)
+        text = await self._texts.of(adapter)
+        limits = self._text_limits(self._availability.engine, text)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else request.HasField("text")
         if request.HasField("text"):
-            ids = await encode_text(request.text, self._model, adapter, add_special_tokens=special)
+            check_text(request.text, limits, violations)
+            violations.check()
+            ids = await tokenizer_of(text, "prompt.text").encode(request.text, special)
         else:
-            ids = await encode_chat(
-                request.chat.messages,
-                self._model,
-                adapter,
-                max_bytes=limits.max_text_bytes,
-                add_special_tokens=special,
-            )
+            check_chat_text(request.chat, limits, violations)
+            violations.check()
+            messages, max_bytes = request.chat.messages, limits.max_text_bytes
+            ids = await encode_chat(messages, text, max_bytes=max_bytes, add_special_tokens=special)
         check_round_trip(len(ids), f"prompt.{request.WhichOneof('prompt')}", violations)
         violations.check()
-        pieces = await tokenizer_of(self._model, adapter, "prompt").pieces(ids)
+        pieces = await tokenizer_of(text, "prompt").pieces(ids)
         return pb.TokenizeResponse(token_ids=ids, tokens=pieces)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:  # noqa: N802
         violations = Violations()
         check_round_trip(len(request.token_ids), "token_ids", violations)
-        ids = request.token_ids[:MAX_ROUND_TRIP_TOKENS]
-        check_token_ids(ids, "token_ids", self._model.config.vocab_size, violations)
         adapter = await self._prepare(request.adapter, "", violations, context)
-        text = await tokenizer_of(self._model, adapter, "token_ids").decode_any(ids, request.skip_special_tokens)
+        words = await self._texts.of(adapter)
+        check_token_ids(request.token_ids, "token_ids", words.vocab_size, violations)
+        violations.check()
+        tokenizer = tokenizer_of(words, "token_ids")
+        text = await tokenizer.decode_any(request.token_ids, request.skip_special_tokens)
         if (nbytes := len(text.encode())) > MAX_TEXT_BYTES:
             raise InvalidArgument.of(
                 "token_ids", f"stand for {nbytes} bytes; at most {MAX_TEXT_BYTES} are sent at once"
@@ -114,26 +134,40 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     async def _admit(self, request: pb.GenerateRequest, ready: EngineReady, arrival: float, context: Any) -> Admitted:
         """Everything up to the engine: check, authorize, resolve and stage the adapter, tokenize."""
-        limits, violations = self._limits(ready), Violations()
+        limits, violations = Limits(ready.max_model_len, min(MAX_N, ready.max_num_seqs)), Violations()
         check_generate(request, limits, violations)
+        if not request.adapter and not request.blend:
+            check_vocabulary(request, self._text_limits(ready, self._texts.base), violations)
         request_id = request.request_id or uuid.uuid4().hex
-        adapter = await self._prepare(request.adapter, request.session_id or request_id, violations, context)
+        choice_key = request.session_id or request_id
+        adapter: PreparedAdapter | None
+        if request.blend:
+            adapter = await self._prepare_blend(request.blend, choice_key, violations, context)
+        else:
+            adapter = await self._prepare(request.adapter, choice_key, violations, context)
         prepare_seconds = time.monotonic() - arrival if adapter else 0.0
-        ids = await prompt_ids(request, self._model, adapter, limits.max_text_bytes)
+        text = await self._texts.of(adapter)
+        text_limits = self._text_limits(ready, text)
+        if adapter is not None:
+            check_vocabulary(request, text_limits, violations)
+            violations.check()
+        ids = await prompt_ids(request, text, text_limits.max_text_bytes)
         check_length(len(ids), request, limits, violations)
         violations.check()
+        if adapter is not None:
+            self._meter.name(adapter.digest, request.adapter or _blend_name(request.blend))
         now, remaining = time.monotonic(), context.time_remaining()
         spec = generate_spec(
             request,
             ids,
             ready,
             engine_id=uuid.uuid4().hex,
-            tenant=caller_of(context.invocation_metadata()).namespace,
-            adapter_digest=adapter.digest if adapter else None,
+            tenant=caller_of(context).namespace,
+            adapter=adapter,
             arrival=now,
             deadline=None if remaining is None else now + remaining,
         )
-        return Admitted(request_id, request, spec, adapter, responses.Clock(arrival, prepare_seconds))
+        return Admitted(request_id, request, spec, adapter, text, responses.Clock(arrival, prepare_seconds))
 
     async def _prepare(
         self, adapter: str, choice_key: str, violations: Violations, context: Any
@@ -144,25 +178,42 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             InvalidArgument: the reference or anything in `violations` is wrong.
             AdapterNotFound: there is none, or the caller may not know of it (then nothing was looked up).
         """
-        caller = caller_of(context.invocation_metadata())
-        reference = _parse_adapter(adapter, caller, violations)
+        caller = caller_of(context)
+        reference = _parse(adapter, caller, "adapter", violations)
         violations.check()
-        authorize(caller, reference.namespace if reference else caller.namespace, "reader")
         if reference is None:
             return None
+        authorize(caller, reference.namespace, "reader", reference.adapter)
         return await self._adapters.prepare(reference.canonical(), choice_key)
 
-    def _limits(self, ready: EngineReady | None) -> Limits:
+    async def _prepare_blend(
+        self, parts: Sequence[pb.BlendPart], choice_key: str, violations: Violations, context: Any
+    ) -> PreparedAdapter:
+        """Authorize every part before any is looked up; then resolve them and stage their weighted sum.
+
+        Raises:
+            InvalidArgument: a reference or anything in `violations` is wrong.
+            AdapterNotFound: there is none of a part, or the caller may not know of it.
+        """
+        caller = caller_of(context)
+        fields = [f"blend[{position}].reference" for position in range(len(parts))]
+        references = [_parse(p.reference, caller, field, violations) for p, field in zip(parts, fields, strict=True)]
+        violations.check()
+        named = [reference for reference in references if reference is not None]
+        for reference in named:
+            authorize(caller, reference.namespace, "reader", reference.adapter)
+        weighted = [BlendPart(r.canonical(), part.weight) for r, part in zip(named, parts, strict=True)]
+        return await self._adapters.prepare_blend(weighted, choice_key)
+
+    def _text_limits(self, ready: EngineReady | None, text: RequestText) -> TextLimits:
         """Without an engine, those of the model: tokenizing needs no more."""
         max_model_len = ready.max_model_len if ready else self._model.config.max_position
-        tokenizer = self._model.tokenizer
-        return Limits(
-            vocab_size=self._model.config.vocab_size,
+        return TextLimits(
+            vocab_size=text.vocab_size,
             max_model_len=max_model_len,
-            max_n=min(MAX_N, ready.max_num_seqs) if ready else MAX_N,
-            has_tokenizer=self._model.has_tokenizer,
-            has_chat_template=self._model.has_chat_template,
-            max_text_bytes=max_model_len * tokenizer.longest_token if tokenizer else 0,
+            has_tokenizer=text.tokenizer is not None,
+            has_chat_template=text.template is not None,
+            max_text_bytes=max_model_len * text.tokenizer.longest_token if text.tokenizer else 0,
         )
 
 
@@ -177,12 +228,17 @@ def _naming(adapter: PreparedAdapter | None) -> Iterator[None]:
         raise
 
 
-def _parse_adapter(text: str, caller: Caller, violations: Violations) -> Reference | None:
+def _parse(text: str, caller: Caller, field: str, violations: Violations) -> Reference | None:
     """The adapter that a request names, or None for the base model. What is wrong with it goes to `violations`."""
     if not text:
         return None
     try:
-        return parse_reference(text, caller.namespace, "adapter")
+        return parse_reference(text, caller.namespace, field)
     except InvalidArgument as error:
         violations.include(error)
         return None
+
+
+def _blend_name(parts: Sequence[pb.BlendPart]) -> str:
+    """What a blend is called in metrics."""
+    return "+".join(f"{part.weight:g}*{part.reference}" for part in parts)

@@ -5,7 +5,7 @@ import logging
 import signal
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from inference_service.child import Child, ChildSpec, stop_in_stages
 from inference_service.types import EXIT_CONFIG
@@ -30,12 +30,23 @@ class RestartPolicy(NamedTuple):
         return float(min(self.first_delay * 2 ** max(failures - 1, 0), self.max_delay))
 
 
-class Supervisor:
-    """Keeps the processes of `specs` running."""
+class Observer(Protocol):
+    """Hears what the processes report, and of what happens to them."""
 
-    def __init__(self, specs: Sequence[ChildSpec], policy: RestartPolicy | None = None) -> None:
+    def on_report(self, line: str) -> None: ...
+    def on_event(self, event: str) -> None: ...
+    async def run(self) -> None: ...
+
+
+class Supervisor:
+    """Keeps the processes of `specs` running. `observer` runs beside them, if there is one."""
+
+    def __init__(
+        self, specs: Sequence[ChildSpec], policy: RestartPolicy | None = None, observer: Observer | None = None
+    ) -> None:
         self.failure: str | None = None
-        self._children = [Child(spec) for spec in specs]
+        self._observer = observer
+        self._children = [Child(spec, observer.on_report if observer else None) for spec in specs]
         self._policy = policy or RestartPolicy()
         self._ended = asyncio.Event()
         self._exit_code = 1
@@ -50,6 +61,8 @@ class Supervisor:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._ended.set)
         keeping = [asyncio.create_task(self._keep(child)) for child in self._children]
+        if self._observer is not None:
+            keeping.append(asyncio.create_task(self._observer.run()))
         try:
             await self._ended.wait()
         finally:
@@ -92,6 +105,8 @@ class Supervisor:
             self._tell_others(child, f"{child.spec.role}_up")
 
     def _tell_others(self, child: Child, event: str) -> None:
+        if self._observer is not None:
+            self._observer.on_event(event)
         for other in self._children:
             if other is not child:
                 other.tell(event)

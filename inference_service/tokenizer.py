@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import tokenizers
 
+from inference_service.detokenizer import Detokenizer
 from shared.errors import InvalidArgument
 
 T = TypeVar("T")
@@ -33,9 +34,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
-        vocabulary = backend.get_vocab(with_added_tokens=True)
-        self.longest_token = max((len(token.encode()) for token in vocabulary), default=0)
-        self.longest_token = max(self.longest_token, _SHORTEST_BOUND)
+        self.longest_token = longest_token(backend)
         self._threads = ThreadPoolExecutor(_THREADS, "tokenizer")
 
     async def in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
@@ -71,10 +70,20 @@ class Tokenizer:
         text_of = dict(zip(different, texts, strict=True))
         return [text_of[token_id] for token_id in ids]
 
+    def detokenizer(self) -> Detokenizer:
+        """For one sequence."""
+        return Detokenizer(self.backend)
+
     async def _decode(self, batch: list[list[int]], num_tokens: int, skip_special_tokens: bool) -> list[str]:
         decode = partial(self.backend.decode_batch, batch, skip_special_tokens=skip_special_tokens)
         texts: list[str] = await self.in_thread(decode) if num_tokens > _INLINE_TOKENS else decode()
         return texts
+
+
+def longest_token(backend: Any) -> int:
+    """See `Tokenizer`."""
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    return max(max((len(token.encode()) for token in vocabulary), default=0), _SHORTEST_BOUND)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:

@@ -1,7 +1,7 @@
 """What the processes of one replica say to each other: msgspec structs, as msgpack on the wire.
 
     API process  ──Submit, Abort, LoadAdapter, …──▶  engine process  ──StepOutput, Reply──▶  API process
-    API process  ──Prepare, Resolve, ListStaged, …──▶  adapter process  ──Reply──▶  API process
+    API process  ──Prepare, ReadTexts, Resolve, …──▶  adapter process  ──Reply──▶  API process
     engine process  ──EngineStarted, Acquire, Release──▶  adapter process  ──Acquired, AcquireFailed──▶  engine process
 
 Times are seconds of CLOCK_MONOTONIC, which all processes of one machine share.
@@ -11,12 +11,18 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from inference_service.stats import AdapterStats, EngineStats, Tier
+from shared.digest import FileEntry
 from shared.errors import ErrorRecord
 
 FinishReason = Literal["stop", "length"]
 
 EXIT_CONFIG = 2  # exit code of a process that starting again cannot help
+MAX_LOGPROBS = 20  # alternatives of one token
+MAX_LOGIT_BIASES = 4096  # of one request; with the stop ids they size what a GPU engine keeps of a sequence
+MAX_STOP_TOKENS = 256
 READY_LINE = "ready"  # what a child process writes to standard output, for the supervisor, when its start is over
+REPORT_PREFIX = "report "  # of a line that tells the supervisor what an API process has counted
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -49,6 +55,8 @@ class GenerateSpec(msgspec.Struct, frozen=True):
     `logprobs`: number of top alternatives beside the chosen token, or None for no logprobs at all.
     `prompt_logprobs`: likewise for prompt positions 1…
     `tenant` and `cache_salt` seed the prefix cache together with the adapter's digest.
+    `adapter_tier`: where the adapter process had the adapter when the request came.
+    `adapter_start`: the first position of the prompt that the adapter acts on. `extra_vocab`: ids that it adds.
     """
 
     request_id: str
@@ -63,6 +71,9 @@ class GenerateSpec(msgspec.Struct, frozen=True):
     prompt_logprobs: int | None = None
     arrival: float = 0.0
     deadline: float | None = None
+    adapter_tier: Tier = "host"
+    adapter_start: int = 0
+    extra_vocab: int = 0
 
 
 # ---- API process → engine process
@@ -104,16 +115,53 @@ class ListResident(msgspec.Struct, tag=True, frozen=True):
     call_id: int
 
 
+class GetStats(msgspec.Struct, tag=True, frozen=True):
+    """How the engine, or the adapter process, is doing; answered by `Reply` at once."""
+
+    call_id: int
+
+
 class CancelCall(msgspec.Struct, tag=True, frozen=True):
     """Nobody waits for the `Reply` to this call any more. Unknown ones are ignored."""
 
     call_id: int
 
 
-EngineRequest = Hello | Submit | Abort | LoadAdapter | UnloadAdapter | ListResident | CancelCall
+EngineRequest = Hello | Submit | Abort | LoadAdapter | UnloadAdapter | ListResident | GetStats | CancelCall
 
 
 # ---- engine process → API process
+
+
+class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine divides its device's memory, in bytes (`engine.memory`). On a CPU nothing is known of the whole.
+
+    Attributes:
+        total: What the device has; 0 on a CPU.
+        other: Taken by other programs and the driver.
+        weights: Of the base model.
+        activations: Peak of a step of the largest size.
+        reserve: For captured graphs and sampling.
+        adapter_arena: For adapters.
+        kv_cache: Keys and values of `num_blocks` blocks, and of a scratch block.
+        host_arena: Host memory for packed adapters.
+    """
+
+    total: int = 0
+    other: int = 0
+    weights: int = 0
+    activations: int = 0
+    reserve: int = 0
+    adapter_arena: int = 0
+    kv_cache: int = 0
+    num_blocks: int = 0
+    host_arena: int = 0
+
+    @property
+    def unused(self) -> int:
+        """What is left of the device."""
+        taken = self.other + self.weights + self.activations + self.reserve + self.adapter_arena + self.kv_cache
+        return max(self.total - taken, 0)
 
 
 class EngineReady(msgspec.Struct, tag=True, frozen=True):
@@ -126,6 +174,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     arena_bytes: int
     device: str
     dtype: str
+    memory: MemoryBudget = MemoryBudget()
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -188,7 +237,7 @@ class ResidentAdapter(msgspec.Struct, frozen=True):
 class Reply(msgspec.Struct, tag=True, frozen=True):
     """Answer to the call with `call_id`, from the engine or from the adapter process.
 
-    `digest` answers `Resolve`; `freed_bytes` answers `DropStaged`.
+    `digest` answers `Resolve`; `freed_bytes` answers `DropStaged`; `texts`, by file name, answers `ReadTexts`.
     """
 
     call_id: int
@@ -197,7 +246,10 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
     resident: list[ResidentAdapter] = []
     staged: "list[StagedAdapter]" = []
     digest: str = ""
+    texts: dict[str, bytes] = {}
     freed_bytes: int = 0
+    engine_stats: EngineStats | None = None
+    adapter_stats: AdapterStats | None = None
 
 
 EngineResponse = EngineReady | StepOutput | Reply
@@ -207,14 +259,30 @@ EngineResponse = EngineReady | StepOutput | Reply
 
 
 class PreparedAdapter(msgspec.Struct, frozen=True):
-    """A resolved adapter whose verified files are on this machine. `version` is the full resource name."""
+    """A resolved adapter whose verified files are on this machine. `version` is the full resource name.
+
+    `tier`: where the adapter was when it was asked for. `texts`: the tokenizer and chat-template files that it brings
+    (`ReadTexts`). `extra_vocab`: token ids beyond the base model's. `activation`: the tokens from whose last occurrence
+    in the prompt on it acts; empty: everywhere. `parts`: what a blend consists of; it has no version of its own.
+    """
 
     version: str
     digest: str
     rank: int
     size_bytes: int
-    has_tokenizer: bool = False
-    has_chat_template: bool = False
+    tier: Tier = "host"
+    texts: tuple[FileEntry, ...] = ()
+    extra_vocab: int = 0
+    activation: tuple[int, ...] = ()
+    parts: "tuple[BlendedPart, ...]" = ()
+
+
+class BlendedPart(msgspec.Struct, frozen=True):
+    """One adapter of a blend, as it was resolved. `version` is the full resource name."""
+
+    version: str
+    digest: str
+    weight: float
 
 
 class StagedAdapter(msgspec.Struct, frozen=True):
@@ -238,6 +306,35 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
     choice_key: str = ""
 
 
+class BlendPart(NamedTuple):
+    """A canonical reference and how much of it."""
+
+    reference: str
+    weight: float
+
+
+class PrepareBlend(msgspec.Struct, tag=True, frozen=True):
+    """Resolve the parts and stage their weighted sum as an adapter of its own. Answered as `Prepare`."""
+
+    call_id: int
+    parts: tuple[BlendPart, ...]
+    choice_key: str = ""
+
+
+class AwaitResidency(msgspec.Struct, tag=True, frozen=True):
+    """Answered when the adapters that the registry wants here are here, at the latest after `seconds`."""
+
+    call_id: int
+    seconds: float
+
+
+class ReadTexts(msgspec.Struct, tag=True, frozen=True):
+    """The content of an adapter's `PreparedAdapter.texts`, verified; answered by `Reply.texts`."""
+
+    call_id: int
+    digest: str
+
+
 class Resolve(msgspec.Struct, tag=True, frozen=True):
     """The digest that a canonical reference means, with nothing fetched."""
 
@@ -253,10 +350,14 @@ class DropStaged(msgspec.Struct, tag=True, frozen=True):
 
 
 class ListStaged(msgspec.Struct, tag=True, frozen=True):
-    """What the disk and host tiers hold, and the names of `digests` that they do not hold."""
+    """What the disk and host tiers hold, and the names of `digests` that they do not hold.
+
+    `names_only`: nothing but what is known of `digests`.
+    """
 
     call_id: int
     digests: tuple[str, ...] = ()
+    names_only: bool = False
 
 
 # ---- engine process ↔ adapter process
@@ -285,13 +386,46 @@ class ChunkLayout(NamedTuple):
     modules: tuple[ModuleLayout, ...]
 
 
+class ExtraLayout(NamedTuple):
+    """Where one tensor lies that an adapter has beside the A and B of its linears. Row-major, 16 bytes aligned.
+
+    `gain`, `offset` [out] float32 of the linear `module` in `layer`: y = gain ⊙ (W x + b + scale · B(A x)) + offset.
+    `input_layernorm` …, in place of that norm's weight in `layer`; `norm`: of the last one.
+    `embed.a` [vocab + extra, rank], `embed.b` [rank, hidden], `embed.gain` [hidden];
+    `head.a` [rank, hidden], `head.b` [rank, vocab + extra], `head.gain`, `head.offset` [vocab + extra];
+    `embed.ids`, `head.ids` [n] int64, ascending, and `embed.rows`, `head.rows` [n, hidden]: in place of the base's.
+
+    `layer`: OUTSIDE_LAYERS for what belongs to none. `module`: −1 except for gain and offset. `offset`: bytes from the
+    start of the blob, within the chunk of `layer`; two tensors may be one. `scale`: of `embed.a` and `head.a`.
+    """
+
+    name: str
+    layer: int
+    module: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    scale: float = 0.0
+
+
+OUTSIDE_LAYERS = -1
+
+
 class BlobLayout(msgspec.Struct, frozen=True):
-    """An adapter as it lies in the host arena and on the device. Layers without modules have no chunk."""
+    """An adapter as it lies in the host arena and on the device. Layers that it does not change have no chunk; what it
+    changes outside the layers is in a chunk of the layer OUTSIDE_LAYERS, the first.
+
+    `extra_vocab`: token ids that it adds behind the base model's. `activation`: the tokens from whose last occurrence
+    in the prompt on it acts; empty: everywhere.
+    """
 
     nbytes: int
     rank: int
     dtype: str
     chunks: tuple[ChunkLayout, ...]
+    extras: tuple[ExtraLayout, ...] = ()
+    extra_vocab: int = 0
+    activation: tuple[int, ...] = ()
 
 
 class EngineStarted(msgspec.Struct, tag=True, frozen=True):
@@ -321,7 +455,19 @@ class AcquireFailed(msgspec.Struct, tag=True, frozen=True):
     error: ErrorRecord
 
 
-AdapterRequest = Prepare | Resolve | DropStaged | ListStaged | EngineStarted | Acquire | Release
+AdapterRequest = (
+    Prepare
+    | PrepareBlend
+    | AwaitResidency
+    | ReadTexts
+    | Resolve
+    | DropStaged
+    | ListStaged
+    | GetStats
+    | EngineStarted
+    | Acquire
+    | Release
+)
 AdapterResponse = Reply | Acquired | AcquireFailed
 
 

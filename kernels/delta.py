@@ -78,18 +78,18 @@ def add_row(
 
 @triton.jit
 def v_tile(
-    v, rows, row_mask, index, r0, rank, num_rows, scale, dtype: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    v, rows, row_mask, index, r0, rank, num_rows, splits, scale, dtype: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, MAX_SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
 ):  # fmt: skip
     """scale · v `[rows, BLOCK_RANK]` for the tensor cores: in half precision as the sum of two halves, high and low, so
-    that it is not rounded to one."""
+    that it is not rounded to one. All splits are asked for at once; how many there are is no variant of the kernel."""
     rs = r0 + tl.arange(0, BLOCK_RANK)
     mask = row_mask[:, None] & (rs < rank)[None, :]
     offsets = (rows[:, None] * GROUP_SIZE + index) * MAX_RANK + rs[None, :]
     total = tl.load(v + offsets, mask=mask, other=0.0)
-    for _ in tl.static_range(SPLITS - 1):
+    for split in tl.static_range(1, MAX_SPLITS):
         v += num_rows.to(tl.int64) * GROUP_SIZE * MAX_RANK
-        total += tl.load(v + offsets, mask=mask, other=0.0)
+        total += tl.load(v + offsets, mask=mask & (split < splits), other=0.0)
     total *= scale
     high = total.to(dtype)
     return high, (total - high.to(tl.float32)).to(dtype)

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from kernels import sampling_reference
 
+MAX_TOP = 32
 PROMPT_BIT = 1 << 30  # in a token's count: it occurs in the prompt
+NOT_FINITE = -1  # stands for the token of a row with NaN or +inf in it, or with nothing but −inf
 
 
 class SamplingRows(NamedTuple):
@@ -44,8 +46,9 @@ class Adjustments(NamedTuple):
         presence, frequency: `[rows]` float32, 0 for none; subtracted once and per occurrence, output tokens only.
         count_rows: `[rows]` int32, each row's own row of `token_counts`, −1 for a row without penalties.
         token_counts: `[any, vocab]` int32, output occurrences plus `PROMPT_BIT` (see `set_counts`, `count_tokens`).
-        bias_ids: `[rows, most]` int32, distinct within a row, padded with −1.
-        bias_values: `[rows, most]` float32, added; −inf forbids the token.
+        bias_rows: `[rows]` int32, each row's own row of `bias_ids`, −1 for a row without biases.
+        bias_ids: `[any, most]` int32, distinct within a row, padded with −1; last dimension contiguous.
+        bias_values: `[any, most]` float32 of the same strides, added; −inf forbids the token.
     """
 
     repetition: Tensor
@@ -53,12 +56,13 @@ class Adjustments(NamedTuple):
     frequency: Tensor
     count_rows: Tensor
     token_counts: Tensor
+    bias_rows: Tensor
     bias_ids: Tensor
     bias_values: Tensor
 
 
 class TopLogprobs(NamedTuple):
-    """`chosen` `[rows]` float32; `top_ids` int64 and `top` float32 `[rows, num_top]`, best first."""
+    """`chosen` `[rows]` float32; `top_ids` int32 and `top` float32 `[rows, num_top or more]`, best first."""
 
     chosen: Tensor
     top_ids: Tensor
@@ -66,7 +70,10 @@ class TopLogprobs(NamedTuple):
 
 
 def adjust(logits: Tensor, adjustments: Adjustments, out: Tensor | None = None) -> Tensor:
-    """Penalties, then bias. Returns `[rows, vocab]` float32; `logits` `[rows, vocab]` stay as they are."""
+    """Penalties, then bias. Returns `[rows, vocab]` float32; `logits` `[rows, vocab]` stay as they are.
+
+    Every operation is rounded to float32 once, so that the result has the reference's bits.
+    """
     if logits.is_cuda:
         from kernels import sampling_triton
 
@@ -76,7 +83,7 @@ def adjust(logits: Tensor, adjustments: Adjustments, out: Tensor | None = None) 
 
 
 def sample(logits: Tensor, rows: SamplingRows, *, filtered: bool, out: Tensor | None = None) -> Tensor:
-    """One token a row, `[rows]` int64.
+    """One token a row, `[rows]` int64, or NOT_FINITE, which changes no other row.
 
     Semantics: scores = logits / temperature; top-k keeps the k best scores and their equals, top-p of these the best
     whose better ones have less than top_p of the mass (of the k best), and their equals, min-p those of at least
@@ -98,23 +105,68 @@ def sample(logits: Tensor, rows: SamplingRows, *, filtered: bool, out: Tensor | 
     return tokens if out is None else out.copy_(tokens)
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TopLogprobs:
-    """Log-softmax of `logits` `[rows, vocab]` in float32 at `token_ids` `[rows]`, and at each row's `num_top` best."""
-    logits = logits.float()
-    normalizer = logits.logsumexp(dim=-1, keepdim=True)
-    chosen = (logits.gather(1, token_ids[:, None]) - normalizer).squeeze(1)
-    best = logits.topk(num_top, dim=-1)
-    return TopLogprobs(chosen, best.indices, best.values - normalizer)
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, out: TopLogprobs | None = None) -> TopLogprobs:
+    """Log-softmax in float32 at one token of each row, and at each row's `num_top` best.
+
+    Args:
+        logits: `[rows, vocab]` float32 or half precision, last dimension contiguous.
+        token_ids: `[rows]` int64; what stands beside NOT_FINITE is undefined.
+        num_top: At most `MAX_TOP`; more than the vocabulary has gives all.
+        out: Where to write the first columns, or None to allocate.
+    """
+    rows, num_top = logits.shape[0], min(num_top, logits.shape[1])
+    if out is None:
+        chosen, top = (
+            torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in [(rows,), (rows, num_top)]
+        )
+        out = TopLogprobs(chosen, torch.empty((rows, num_top), dtype=torch.int32, device=logits.device), top)
+    if logits.is_cuda:
+        from kernels import sampling_triton
+
+        sampling_triton.token_logprobs(logits, token_ids, num_top, out)
+    else:
+        sampling_reference.token_logprobs(logits, token_ids, num_top, out)
+    return out
 
 
-def set_counts(token_counts: Tensor, row: int, prompt_ids: Tensor, output_ids: Tensor) -> None:
-    """Start a sequence's row of `[any, vocab]` int32 `token_counts` in place; ids are int64 on its device."""
-    counts = token_counts[row].zero_()
-    counts.scatter_add_(0, output_ids, torch.ones_like(output_ids, dtype=torch.int32))
-    counts[prompt_ids] |= PROMPT_BIT
+def set_counts(token_counts: Tensor, prompt_cells: Tensor, output_cells: Tensor) -> None:
+    """Mark the prompt's tokens and add the output's, in place; the rows concerned start at zero.
+
+    Args:
+        token_counts: `[any, vocab]` int32.
+        prompt_cells, output_cells: `[any]` int64, row · vocab + token id; a row's prompt before its output.
+    """
+    flat = token_counts.view(-1)
+    flat.scatter_(0, prompt_cells, PROMPT_BIT)
+    one = torch.ones((), dtype=torch.int32, device=flat.device)
+    flat.scatter_add_(0, output_cells, one.expand(output_cells.shape[0]))
 
 
 def count_tokens(token_counts: Tensor, count_rows: Tensor, token_ids: Tensor) -> None:
-    """Add one output occurrence of `token_ids` `[rows]` to each row's counts, in place; rows at −1 are left out."""
-    cells = count_rows.long().clamp(min=0) * token_counts.shape[1] + token_ids
-    token_counts.view(-1).scatter_add_(0, cells, (count_rows >= 0).int())
+    """Add one output occurrence of `token_ids` `[rows]` to each row's counts, in place.
+
+    Rows at −1 and rows whose token is NOT_FINITE are left out; the others differ in `count_rows` `[rows]` int32.
+    """
+    if token_counts.is_cuda:
+        from kernels import sampling_triton
+
+        sampling_triton.count_tokens(token_counts, count_rows, token_ids)
+    else:
+        sampling_reference.count_tokens(token_counts, count_rows, token_ids)
+
+
+def take_sampled(token_ids: Tensor, sources: Tensor, sampled: Tensor) -> Tensor:
+    """The tokens of a batch, some of which only the device knows. Returns `[tokens]` int64.
+
+    Semantics: out[i] = token_ids[i] where sources[i] < 0, else sampled[sources[i]], and 0 for NOT_FINITE: what follows
+    it is thrown away, but must be a token.
+
+    Args:
+        token_ids, sources: `[tokens]` int64.
+        sampled: `[any]` int64, of an earlier `sample`.
+    """
+    if token_ids.is_cuda:
+        from kernels import sampling_triton
+
+        return sampling_triton.take_sampled(token_ids, sources, sampled)
+    return sampling_reference.take_sampled(token_ids, sources, sampled)

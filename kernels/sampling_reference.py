@@ -10,11 +10,12 @@ from torch import Tensor
 from kernels.philox import gumbel, token_bits
 
 if TYPE_CHECKING:
-    from kernels.sampling import Adjustments, SamplingRows
+    from kernels.sampling import Adjustments, SamplingRows, TopLogprobs
 
 GREEDY_BELOW = 1e-5  # of temperature: dividing by less overflows
 NEVER = float("-inf")
 COUNT_MASK = (1 << 30) - 1
+NOT_FINITE = -1
 
 
 def adjust(logits: Tensor, adjustments: Adjustments) -> Tensor:
@@ -29,9 +30,10 @@ def adjust(logits: Tensor, adjustments: Adjustments) -> Tensor:
     occurrences = counts & COUNT_MASK
     penalties = a.frequency[:, None] * occurrences + a.presence[:, None]
     adjusted = adjusted - torch.where(occurrences > 0, penalties, 0.0)
-    for values, ids, biases in zip(adjusted, a.bias_ids, a.bias_values, strict=True):
-        kept = ids >= 0
-        values[ids[kept].long()] += biases[kept]
+    for values, row in zip(adjusted, a.bias_rows.tolist(), strict=True):
+        kept = a.bias_ids[row] >= 0
+        if row >= 0:
+            values[a.bias_ids[row][kept].long()] += a.bias_values[row][kept]
     return adjusted
 
 
@@ -43,7 +45,9 @@ def sample(logits: Tensor, rows: SamplingRows, *, filtered: bool) -> Tensor:
     noisy = scores + gumbel(token_bits(logits.shape[1], rows.seed, rows.sample_index, rows.position))
     if filtered:
         noisy = noisy.masked_fill(scores < cutoffs(scores, rows)[:, None], NEVER)
-    return torch.where(greedy, logits.argmax(-1), noisy.argmax(-1))
+    best = logits.argmax(-1)  # of a NaN if there is one
+    is_finite = logits.gather(1, best[:, None]).squeeze(1).isfinite()
+    return torch.where(is_finite, torch.where(greedy, best, noisy.argmax(-1)), NOT_FINITE)
 
 
 def cutoffs(scores: Tensor, rows: SamplingRows) -> Tensor:
@@ -60,3 +64,25 @@ def cutoffs(scores: Tensor, rows: SamplingRows) -> Tensor:
     nucleus = ordered.gather(1, kept.sum(dim=-1, keepdim=True) - 1).squeeze(1)
     nucleus = torch.where((top_k < vocab) | (rows.top_p < 1), nucleus, NEVER)
     return torch.maximum(nucleus, ordered[:, 0] + rows.min_p.log())
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, out: TopLogprobs) -> None:
+    """See `kernels.sampling.token_logprobs`."""
+    logits = logits.float()
+    normalizer = logits.logsumexp(dim=-1, keepdim=True)
+    out.chosen.copy_((logits.gather(1, token_ids.clamp(min=0)[:, None]) - normalizer).squeeze(1))
+    best = logits.topk(num_top, dim=-1)
+    out.top_ids[:, :num_top] = best.indices.int()
+    out.top[:, :num_top] = best.values - normalizer
+
+
+def count_tokens(token_counts: Tensor, count_rows: Tensor, token_ids: Tensor) -> None:
+    """See `kernels.sampling.count_tokens`."""
+    counted = (count_rows >= 0) & (token_ids >= 0)
+    cells = count_rows.long().clamp(min=0) * token_counts.shape[1] + token_ids.clamp(min=0)
+    token_counts.view(-1).scatter_add_(0, cells, counted.int())
+
+
+def take_sampled(token_ids: Tensor, sources: Tensor, sampled: Tensor) -> Tensor:
+    """See `kernels.sampling.take_sampled`."""
+    return torch.where(sources < 0, token_ids, sampled[sources.clamp(min=0)].clamp(min=0))

@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sampling import Adjustments, SamplingRows
+from kernels.sampling import MAX_TOP, Adjustments, SamplingRows, TopLogprobs
 from kernels.sampling_reference import COUNT_MASK, GREEDY_BELOW
 
 SEGMENT = 1024
 CANDIDATE_TILE = 8192  # scores that `_find_cutoff` holds at a time
-BIAS_TILE = 64
+BIAS_TILE = 128
+TOKEN_TILE = 256
 FILTERS = ("temperatures", "top_ks", "top_ps", "min_ps")
 FLOOR_SLACK = tl.constexpr(1e-3)  # of a floor under the cutoff: more than rounding can amount to
 
@@ -34,13 +35,14 @@ def adjust(logits: Tensor, adjustments: Adjustments, out: Tensor | None = None) 
         out = torch.empty((rows, vocab), dtype=torch.float32, device=logits.device)
     _penalize[rows, triton.cdiv(vocab, SEGMENT)](
         logits, out, a.repetition, a.presence, a.frequency, a.count_rows, a.token_counts, vocab, logits.stride(0),
-        COUNT_MASK=COUNT_MASK, SEGMENT=SEGMENT, num_warps=4,
+        COUNT_MASK=COUNT_MASK, SEGMENT=SEGMENT, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     most = a.bias_ids.shape[1]
     if most > 0:
         _add_bias[rows, triton.cdiv(most, BIAS_TILE)](
-            out, a.bias_ids, a.bias_values, vocab, most, BIAS_TILE=BIAS_TILE, num_warps=2
-        )
+            out, a.bias_rows, a.bias_ids, a.bias_values, vocab, most, a.bias_ids.stride(0),
+            BIAS_TILE=BIAS_TILE, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -117,24 +119,126 @@ def _penalize(
     tl.store(out + row * vocab + tokens, values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["bias_ids", "bias_values"])
-def _add_bias(out, bias_ids, bias_values, vocab, most, BIAS_TILE: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["most", "stride_bias"], do_not_specialize_on_alignment=["bias_rows", "bias_ids", "bias_values"]
+)
+def _add_bias(out, bias_rows, bias_ids, bias_values, vocab, most, stride_bias, BIAS_TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    bias_row = tl.load(bias_rows + row).to(tl.int64)
+    if bias_row < 0:
+        return
     entries = tl.program_id(1) * BIAS_TILE + tl.arange(0, BIAS_TILE)
-    tokens = tl.load(bias_ids + row * most + entries, mask=entries < most, other=-1)
+    tokens = tl.load(bias_ids + bias_row * stride_bias + entries, mask=entries < most, other=-1)
     mask = (tokens >= 0) & (tokens < vocab)
-    biases = tl.load(bias_values + row * most + entries, mask=mask, other=0.0)
+    biases = tl.load(bias_values + bias_row * stride_bias + entries, mask=mask, other=0.0)
     values = tl.load(out + row * vocab + tokens, mask=mask, other=0.0)
     tl.store(out + row * vocab + tokens, values + biases, mask=mask)
+
+
+def count_tokens(token_counts: Tensor, count_rows: Tensor, token_ids: Tensor) -> None:
+    """See `kernels.sampling.count_tokens`."""
+    _count_tokens[count_rows.shape[0],](token_counts, count_rows, token_ids, token_counts.shape[1], num_warps=1)
+
+
+@triton.jit(do_not_specialize_on_alignment=["count_rows", "token_ids"])
+def _count_tokens(token_counts, count_rows, token_ids, vocab):
+    row = tl.program_id(0)
+    count_row, token = tl.load(count_rows + row).to(tl.int64), tl.load(token_ids + row)
+    if (count_row >= 0) & (token >= 0):
+        cell = token_counts + count_row * vocab + token
+        tl.store(cell, tl.load(cell) + 1)
+
+
+# ---- logprobs
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, out: TopLogprobs) -> None:
+    """See `kernels.sampling.token_logprobs`."""
+    (rows, vocab), device = logits.shape, logits.device
+    segments = triton.cdiv(vocab, SEGMENT)
+    tops, masses = torch.empty((2, rows, segments), dtype=torch.float32, device=device)
+    _measure[rows, segments](logits, tops, masses, vocab, logits.stride(0), SEGMENT=SEGMENT, num_warps=4)
+    best = logits.topk(num_top, dim=-1)
+    _normalize[rows,](
+        logits, token_ids, tops, masses, best.values, best.indices, *out, logits.stride(0), vocab, segments, num_top,
+        out.top.stride(0), BLOCK=triton.next_power_of_2(segments), MAX_TOP=MAX_TOP, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["masses"])
+def _measure(logits, tops, masses, vocab, stride, SEGMENT: tl.constexpr):
+    """Every segment's greatest logit, and its mass relative to that."""
+    row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    tokens = segment * SEGMENT + tl.arange(0, SEGMENT)
+    values = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
+    top = tl.max(values, axis=0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(tops + row * segments + segment, top)
+    tl.store(masses + row * segments + segment, tl.sum(tl.exp(values - base), axis=0))
+
+
+@triton.jit(
+    do_not_specialize=["num_top", "stride_out"],
+    do_not_specialize_on_alignment=[
+        "token_ids", "masses", "best_values", "best_indices", "chosen", "top_ids", "top"
+    ],
+)  # fmt: skip
+def _normalize(
+    logits, token_ids, tops, masses, best_values, best_indices, chosen, top_ids, top, stride, vocab, segments, num_top,
+    stride_out, BLOCK: tl.constexpr, MAX_TOP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    entries = tl.arange(0, BLOCK)
+    mask = entries < segments
+    segment_tops = tl.load(tops + row * segments + entries, mask=mask, other=float("-inf"))
+    segment_masses = tl.load(masses + row * segments + entries, mask=mask, other=0.0)
+    best = tl.max(segment_tops, axis=0)
+    normalizer = best + tl.log(tl.sum(segment_masses * tl.exp(segment_tops - best), axis=0))
+    token = tl.maximum(tl.load(token_ids + row), 0)
+    tl.store(chosen + row, tl.load(logits + row * stride + token).to(tl.float32) - normalizer)
+    ranks = tl.arange(0, MAX_TOP)
+    wanted = ranks < num_top
+    values = tl.load(best_values + row * num_top + ranks, mask=wanted, other=0.0).to(tl.float32)
+    indices = tl.load(best_indices + row * num_top + ranks, mask=wanted, other=0)
+    tl.store(top + row * stride_out + ranks, values - normalizer, mask=wanted)
+    tl.store(top_ids + row * stride_out + ranks, indices.to(tl.int32), mask=wanted)
+
+
+# ---- tokens that only the device knows
+
+
+def take_sampled(token_ids: Tensor, sources: Tensor, sampled: Tensor) -> Tensor:
+    """See `kernels.sampling.take_sampled`."""
+    count = token_ids.shape[0]
+    out = torch.empty((count,), dtype=torch.int64, device=token_ids.device)
+    _take_sampled[triton.cdiv(count, TOKEN_TILE),](
+        token_ids, sources, sampled, out, count, TOKEN_TILE=TOKEN_TILE, num_warps=4
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["token_ids", "sources", "sampled"])
+def _take_sampled(token_ids, sources, sampled, out, count, TOKEN_TILE: tl.constexpr):
+    rows = tl.program_id(0) * TOKEN_TILE + tl.arange(0, TOKEN_TILE)
+    mask = rows < count
+    source = tl.load(sources + rows, mask=mask, other=-1)
+    known = tl.load(token_ids + rows, mask=mask, other=0)
+    found = tl.load(sampled + source, mask=source >= 0, other=0)
+    tl.store(out + rows, tl.where(source < 0, known, tl.maximum(found, 0)), mask=mask)
 
 
 # ---- the token
 
 
 @triton.jit
-def _scores(logits, temperature, row, tokens, vocab, stride):
+def _values(logits, row, tokens, vocab, stride):
     """Of one segment; −inf past the vocabulary."""
-    values = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
+    return tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _scores(logits, temperature, row, tokens, vocab, stride):
+    values = _values(logits, row, tokens, vocab, stride)
     return tl.div_rn(values, temperature + tl.zeros_like(values))
 
 
@@ -153,34 +257,41 @@ def _choose(
     logits, temperatures, seeds, indices, positions, cutoffs, best, best_ids, vocab, stride,
     FILTERED: tl.constexpr, GREEDY_BELOW: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """The best noisy score of each segment that is not below the row's cutoff, and its token."""
+    """The best noisy score of each segment that is not below the row's cutoff, and its token.
+
+    A segment with NaN or +inf in it gives +inf and the token −1, which wins over any other.
+    """
     row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     tokens = segment * SEGMENT + tl.arange(0, SEGMENT)
     temperature = tl.load(temperatures + row)
+    values = _values(logits, row, tokens, vocab, stride)
+    is_broken = tl.max(((values != values) | (values == float("inf"))).to(tl.int32), axis=0) > 0
     if temperature < GREEDY_BELOW:
-        noisy = _scores(logits, 1.0, row, tokens, vocab, stride)
+        noisy = values
     else:
-        scores = _scores(logits, temperature, row, tokens, vocab, stride)
+        scores = tl.div_rn(values, temperature + tl.zeros_like(values))
         groups = segment * (SEGMENT // 4) + tl.arange(0, SEGMENT // 4)
         seed, index, position = tl.load(seeds + row), tl.load(indices + row), tl.load(positions + row)
         noisy = scores + _gumbel(groups, seed, index, position)
         if FILTERED:
             noisy = tl.where(scores >= tl.load(cutoffs + row), noisy, float("-inf"))
     top = tl.max(noisy, axis=0)
-    tl.store(best + row * segments + segment, top)
-    tl.store(best_ids + row * segments + segment, tl.min(tl.where(noisy == top, tokens, vocab), axis=0))
+    token = tl.min(tl.where(noisy == top, tokens, vocab), axis=0)
+    tl.store(best + row * segments + segment, tl.where(is_broken, float("inf"), top))
+    tl.store(best_ids + row * segments + segment, tl.where(is_broken, -1, token))
 
 
 @triton.jit
 def _pick(best, best_ids, out, vocab, segments, BLOCK: tl.constexpr):
-    """The lowest token id with the best score of all segments. Without any (NaN) some token all the same."""
+    """The lowest token id with the best score of all segments; −1 for a row that is not finite."""
     row = tl.program_id(0).to(tl.int64)
     entries = tl.arange(0, BLOCK)
     mask = entries < segments
     values = tl.load(best + row * segments + entries, mask=mask, other=float("-inf"))
     ids = tl.load(best_ids + row * segments + entries, mask=mask, other=vocab)
-    token = tl.min(tl.where(values == tl.max(values, axis=0), ids, vocab), axis=0)
-    tl.store(out + row, tl.minimum(token, vocab - 1).to(tl.int64))
+    top = tl.max(values, axis=0)
+    token = tl.min(tl.where(values == top, ids, vocab), axis=0)
+    tl.store(out + row, tl.where(top == float("-inf"), -1, token).to(tl.int64))
 
 
 # ---- the cutoff of filtered rows

@@ -30,13 +30,13 @@ BYTES_IN = 256  # of a row of A or of x at once
 EXPAND_BLOCKS = {16: (128, 4), 64: (128, 8)}  # rows of a chunk: (columns of a block, blocks of a program)
 EXPAND_STAGES = 3
 PROGRAMS = 264  # two for each multiprocessor of an H200
-MIN_SPLIT = 512
+MAX_SPLITS, MIN_SPLIT = 8, 512
 
 
 def num_splits(num_rows: int, in_features: int, num_modules: int, rows_per_chunk: int) -> int:
     """Of K: as many as keep the GPU busy with full chunks; the result depends on shapes alone."""
     wanted = -(-PROGRAMS // (-(-num_rows // rows_per_chunk) * num_modules or 1))
-    return max(1, min(wanted, 8, in_features // MIN_SPLIT))
+    return max(1, min(wanted, MAX_SPLITS, in_features // MIN_SPLIT))
 
 
 def sgmv_shrink(
@@ -66,9 +66,9 @@ def sgmv_expand(y: Tensor, v: Tensor, table: AdapterTable, layer: int, group: Gr
     blocks = column_blocks(group, block_out * blocks_per_program)
     _expand[blocks.num_blocks, chunks.list.shape[0]](
         y, v, table.weights, table.entries, chunks.list, num_rows, layer, group.modules[0],
-        table.num_layers, y.stride(0), blocks.end0, blocks.end1, blocks.end2, **constants(table),
-        GROUP_SIZE=num_modules, SPLITS=splits, BLOCK_ROWS=block_rows, BLOCK_OUT=block_out, BLOCKS=blocks_per_program,
-        STAGES=EXPAND_STAGES, num_warps=4, **overlapped(y),
+        table.num_layers, y.stride(0), blocks.end0, blocks.end1, blocks.end2, splits, **constants(table),
+        GROUP_SIZE=num_modules, MAX_SPLITS=MAX_SPLITS, BLOCK_ROWS=block_rows, BLOCK_OUT=block_out,
+        BLOCKS=blocks_per_program, STAGES=EXPAND_STAGES, num_warps=4, **overlapped(y),
     )  # fmt: skip
 
 
@@ -116,12 +116,14 @@ def _shrink(
             _shrink_tile(x, a, v, row_mask, r0, rank, begin, end, in_features, BLOCK_ROWS, 64, BLOCK_IN)
 
 
-@triton.jit(do_not_specialize=["num_rows", "layer", "first_module"], do_not_specialize_on_alignment=["chunks"])
+@triton.jit(
+    do_not_specialize=["num_rows", "layer", "first_module", "splits"], do_not_specialize_on_alignment=["chunks"]
+)
 def _expand(
     y, v, weights, entries, chunks, num_rows, layer, first_module,
-    num_layers, stride_y, end0, end1, end2,
+    num_layers, stride_y, end0, end1, end2, splits,
     UNIT: tl.constexpr, MODULES: tl.constexpr, MAX_RANK: tl.constexpr, GROUP_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCKS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCKS: tl.constexpr,
     STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     slot, first, count = read_chunk(chunks, tl.program_id(1))
@@ -135,31 +137,31 @@ def _expand(
     y += rows[:, None] * stride_y + begin
     if rank <= 16:
         _expand_columns(
-            y, v, b, scale, rows, row_mask, index, rank, num_rows, end - begin, column, last,
-            GROUP_SIZE, SPLITS, MAX_RANK, 16, BLOCK_OUT, STAGES,
+            y, v, b, scale, rows, row_mask, index, rank, num_rows, splits, end - begin, column, last,
+            GROUP_SIZE, MAX_SPLITS, MAX_RANK, 16, BLOCK_OUT, STAGES,
         )  # fmt: skip
     elif rank <= 64:
         _expand_columns(
-            y, v, b, scale, rows, row_mask, index, rank, num_rows, end - begin, column, last,
-            GROUP_SIZE, SPLITS, MAX_RANK, 64, BLOCK_OUT, STAGES,
+            y, v, b, scale, rows, row_mask, index, rank, num_rows, splits, end - begin, column, last,
+            GROUP_SIZE, MAX_SPLITS, MAX_RANK, 64, BLOCK_OUT, STAGES,
         )  # fmt: skip
     else:
         _expand_columns_deep(
-            y, v, b, scale, rows, row_mask, index, rank, num_rows, end - begin, column, last,
-            GROUP_SIZE, SPLITS, MAX_RANK, BLOCK_OUT,
+            y, v, b, scale, rows, row_mask, index, rank, num_rows, splits, end - begin, column, last,
+            GROUP_SIZE, MAX_SPLITS, MAX_RANK, BLOCK_OUT,
         )  # fmt: skip
 
 
 @triton.jit
 def _expand_columns(
-    y, v, b, scale, rows, row_mask, index, rank, num_rows, out_features, begin, end,
-    GROUP_SIZE: tl.constexpr, SPLITS: tl.constexpr, MAX_RANK: tl.constexpr,
+    y, v, b, scale, rows, row_mask, index, rank, num_rows, splits, out_features, begin, end,
+    GROUP_SIZE: tl.constexpr, MAX_SPLITS: tl.constexpr, MAX_RANK: tl.constexpr,
     BLOCK_RANK: tl.constexpr, BLOCK_OUT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Blocks of columns in turn, the next ones on their way; ranks up to BLOCK_RANK."""
     dtype: tl.constexpr = b.dtype.element_ty
     high, low = v_tile(
-        v, rows, row_mask, index, 0, rank, num_rows, scale, dtype, GROUP_SIZE, SPLITS, MAX_RANK, BLOCK_RANK
+        v, rows, row_mask, index, 0, rank, num_rows, splits, scale, dtype, GROUP_SIZE, MAX_SPLITS, MAX_RANK, BLOCK_RANK
     )
     for c0 in tl.range(begin, end, BLOCK_OUT, num_stages=STAGES):
         columns = c0 + tl.arange(0, BLOCK_OUT)
@@ -172,8 +174,8 @@ def _expand_columns(
 
 @triton.jit
 def _expand_columns_deep(
-    y, v, b, scale, rows, row_mask, index, rank, num_rows, out_features, begin, end,
-    GROUP_SIZE: tl.constexpr, SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    y, v, b, scale, rows, row_mask, index, rank, num_rows, splits, out_features, begin, end,
+    GROUP_SIZE: tl.constexpr, MAX_SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = b.dtype.element_ty
     for c0 in range(begin, end, BLOCK_OUT):
@@ -182,7 +184,7 @@ def _expand_columns_deep(
         total = tl.load(y + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         for r0 in range(0, rank, 32):
             high, low = v_tile(
-                v, rows, row_mask, index, r0, rank, num_rows, scale, dtype, GROUP_SIZE, SPLITS, MAX_RANK, 32
+                v, rows, row_mask, index, r0, rank, num_rows, splits, scale, dtype, GROUP_SIZE, MAX_SPLITS, MAX_RANK, 32
             )
             total = dot_wide(high, low, b_tile(b, r0, rank, out_features, columns, columns < end, 32), total)
         tl.store(y + columns[None, :], total.to(dtype), mask=mask)

@@ -5,10 +5,11 @@ async with Client("localhost:50052") as client:
         print(event.delta.text, end="")
 """
 
+import asyncio
 import copy
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -16,7 +17,8 @@ import grpc
 
 from loraplex.inference.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from loraplex.registry.v1 import registry_pb2, registry_pb2_grpc
-from shared.errors import InvalidArgument, LoraplexError
+from shared.channel import NOBODY, ClientIdentity, open_channel
+from shared.errors import InvalidArgument, LoraplexError, WatchTooSlow
 from shared.status import from_rpc_error
 
 Response = TypeVar("Response")
@@ -37,6 +39,8 @@ REGISTRY_SERVICE: str = registry_pb2.DESCRIPTOR.services_by_name["AdapterRegistr
 
 _MAX_MESSAGE_BYTES = 16 << 20
 _PAGE_SIZE = 200
+_LONGEST_DELAY = 5.0  # seconds between attempts to resume a watch
+_FIRST_RECONNECT_MS, _LONGEST_RECONNECT_MS = 200, 5_000  # gRPC's own are 1 s and 2 minutes
 _ADDRESS = re.compile(r"(?:dns:///)?(?:[\w.-]+|\[[0-9a-fA-F:.]+(?:%\w+)?\]):([0-9]{1,5})")
 
 
@@ -49,16 +53,22 @@ class Client:
     Args:
         inference: "host:port" of an inference service, for `inference`, `control` and `generate`.
         registry: "host:port" of a registry service, for `registry`.
+        identity: The bearer token or certificate to show both, and the CA to trust; by default nothing, and no TLS.
 
     Raises:
-        InvalidArgument: an address is not "host:port".
+        InvalidArgument: an address is not "host:port", or a file of `identity` cannot be used.
     """
 
-    def __init__(self, inference: str = "localhost:50052", registry: str = "localhost:50051") -> None:
+    def __init__(
+        self,
+        inference: str = "localhost:50052",
+        registry: str = "localhost:50051",
+        identity: ClientIdentity = NOBODY,
+    ) -> None:
         check_address(inference, "inference")
         check_address(registry, "registry")
-        self._inference_channel = _channel(inference, INFERENCE_SERVICE)
-        self._registry_channel = _channel(registry, REGISTRY_SERVICE)
+        self._inference_channel = _channel(inference, INFERENCE_SERVICE, identity)
+        self._registry_channel = _channel(registry, REGISTRY_SERVICE, identity)
         self.inference = inference_pb2_grpc.InferenceServiceStub(self._inference_channel)
         self.control = control_pb2_grpc.AdapterControlServiceStub(self._inference_channel)
         self.registry = registry_pb2_grpc.AdapterRegistryServiceStub(self._registry_channel)
@@ -101,6 +111,44 @@ class Client:
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
+
+    async def watch_adapters(
+        self, namespace: str = "-", *, base_model: str = "", resume_token: str = "", skip_snapshot: bool = False
+    ) -> AsyncGenerator[registry_pb2.WatchAdaptersResponse, None]:
+        """What a WatchAdapters stream says, without end: a broken one is resumed where it broke off.
+
+        Args:
+            namespace: `-` for all.
+            base_model: Id; only adapters for this one.
+            resume_token: Of the last response of an earlier watch.
+            skip_snapshot: Only what changes from now on.
+
+        Raises:
+            LoraplexError: the registry refuses; WatchCompacted: begin anew, without a resume_token.
+        """
+        request = registry_pb2.WatchAdaptersRequest(
+            parent=f"namespaces/{namespace}",
+            base_model=base_model,
+            resume_token=resume_token,
+            skip_snapshot=skip_snapshot,
+        )
+        delay = 0.0
+        while True:
+            call = self.registry.WatchAdapters(request, wait_for_ready=bool(request.resume_token))
+            try:
+                async for response in call:
+                    yield response
+                    request.resume_token = response.resume_token or request.resume_token
+                    delay = 0.0
+            except grpc.aio.AioRpcError as rpc_error:
+                error = from_rpc_error(rpc_error)
+                is_passing = error.code == "UNAVAILABLE" or isinstance(error, WatchTooSlow)
+                if not is_passing or not request.resume_token:
+                    raise error from None
+            finally:
+                call.cancel()
+            await asyncio.sleep(delay)
+            delay = min(2 * delay + 0.05, _LONGEST_DELAY)
 
     async def generate(
         self,
@@ -149,15 +197,18 @@ def check_address(text: str, field: str) -> str:
     raise InvalidArgument.of(field, f"{text!r:.200} is not HOST:PORT, such as localhost:50051")
 
 
-def _channel(address: str, service: str) -> grpc.aio.Channel:
+def _channel(address: str, service: str, identity: ClientIdentity) -> grpc.aio.Channel:
     """A channel that balances over all addresses of a name, and only over those where `service` is SERVING."""
     balancing = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": service}}
-    return grpc.aio.insecure_channel(
+    return open_channel(
         address,
+        identity,
         options=[
             ("grpc.service_config", json.dumps(balancing)),
             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+            ("grpc.initial_reconnect_backoff_ms", _FIRST_RECONNECT_MS),
+            ("grpc.max_reconnect_backoff_ms", _LONGEST_RECONNECT_MS),
         ],
     )
 
@@ -170,4 +221,4 @@ def _prompt_field(prompt: Prompt) -> dict[str, Any]:
     return {"token_ids": {"ids": list(prompt)}}
 
 
-__all__ = ["Client", "LoraplexError"]
+__all__ = ["Client", "ClientIdentity", "LoraplexError"]

@@ -1,4 +1,7 @@
-"""`python -m registry_service [serve | migrate] [--config FILE] [flags]`; the flags are fields of `RegistryConfig`."""
+"""`python -m registry_service [serve | migrate | export | restore | new-epoch] [--config FILE] [flags]`.
+
+The flags are fields of `RegistryConfig`.
+"""
 
 import argparse
 import asyncio
@@ -10,7 +13,7 @@ from typing import Any
 
 import uvloop
 
-from registry_service import migrations
+from registry_service import archive, migrations
 from registry_service.config import ENV_PREFIX, RegistryConfig
 from registry_service.server import start
 from shared import log as json_log
@@ -24,7 +27,12 @@ log = logging.getLogger(__name__)
 EXIT_CONFIG = 2  # starting again cannot help
 PROG = "loraplex registry"
 SERVE = f"Run the registry of LoRA adapters (`{PROG}` and `{PROG} serve` are the same)."
-MIGRATE = "Bring the database to the schema of this version. `serve` does it for SQLite, and never for Postgres."
+ON_DATABASE = {
+    "migrate": "Bring the database to the schema of this version. `serve` does it for SQLite, and never for Postgres.",
+    "export": "Write everything that was registered to standard output, as JSON lines.",
+    "restore": "Fill an empty database with an export on standard input. Watches of the exported one begin anew.",
+    "new-epoch": "Make watches begin anew. Run it on a database restored from a backup, before registries start.",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,6 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command == "migrate":
             migrations.upgrade(config.database)
             log.info("the database is migrated")
+        elif command == "export":
+            log.info("exported", extra={"rows": archive.export(config.database, sys.stdout)})
+        elif command == "restore":
+            log.info("restored", extra={"rows": archive.restore(config.database, sys.stdin)})
+        elif command == "new-epoch":
+            log.info("the database has a new epoch", extra={"epoch": migrations.new_epoch(config.database)})
         else:
             uvloop.run(serve(config))
     except (ConfigError, InvalidArgument) as error:
@@ -65,13 +79,13 @@ async def serve(config: RegistryConfig) -> None:
 
 def _parse(arguments: list[str]) -> tuple[str, dict[str, Any]]:
     """The command, which comes first or not at all, and its flags."""
-    command = arguments[0] if arguments and arguments[0] in ("serve", "migrate") else ""
+    command = arguments[0] if arguments and arguments[0] in ("serve", *ON_DATABASE) else ""
     return command or "serve", vars(_parser(command).parse_args(arguments[bool(command) :]))
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
-    if command == "migrate":
-        return flag_parser(RegistryConfig, f"{PROG} migrate", MIGRATE, names=("database", "log_level"))
+    if command in ON_DATABASE:
+        return flag_parser(RegistryConfig, f"{PROG} {command}", ON_DATABASE[command], names=("database", "log_level"))
     also = "" if command else f" `{PROG} migrate` brings its database to the schema of this version."
     return flag_parser(RegistryConfig, f"{PROG} {command}".rstrip(), SERVE + also)
 

@@ -11,7 +11,6 @@ from registry_service import repository
 from registry_service.database import Database
 from registry_service.models import BaseModel
 from registry_service.pages import Page
-from shared.auth import Caller, authorize
 from shared.base_model import fingerprint, linear_shapes, parse_config
 from shared.errors import BaseModelConflict, BaseModelNotFound, InvalidArgument
 from shared.references import base_model_name
@@ -43,7 +42,7 @@ class BaseModels:
         self._database = database
 
     async def register(
-        self, caller: Caller, model_id: str, config_json: str, expected: str, weights_fingerprint: str
+        self, model_id: str, config_json: str, expected: str, weights_fingerprint: str
     ) -> RegisteredBaseModel:
         """Makes a base model known, or says that it is.
 
@@ -51,7 +50,6 @@ class BaseModels:
             InvalidArgument: the config cannot be read, or its architecture is not supported.
             BaseModelConflict: the id stands for another fingerprint, or the config's is not the `expected` one.
         """
-        authorize(caller, caller.namespace, "replica")
         offered = _offer(model_id, config_json, expected, weights_fingerprint)
 
         async def work(session: AsyncSession) -> RegisteredBaseModel:
@@ -68,17 +66,15 @@ class BaseModels:
 
         return await self._database.write(work)
 
-    async def get(self, caller: Caller, model_id: str) -> BaseModel:
+    async def get(self, model_id: str) -> BaseModel:
         """One base model."""
-        authorize(caller, caller.namespace, "reader")
         found = await self._database.read(lambda session: repository.base_model(session, model_id))
         if found is None:
             raise BaseModelNotFound(f"no base model {model_id} is registered", metadata={"base_model": model_id})
         return found
 
-    async def list(self, caller: Caller, page: Page) -> Sequence[BaseModel]:
+    async def list(self, page: Page) -> Sequence[BaseModel]:
         """Base models by id, one more than the page's size if there are more."""
-        authorize(caller, caller.namespace, "reader")
         after = str(page.after[0]) if page.after else ""
         return await self._database.read(lambda session: repository.base_models(session, after, page.size + 1))
 

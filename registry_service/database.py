@@ -8,7 +8,7 @@ import asyncio
 import logging
 import random
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -26,6 +26,7 @@ Work = Callable[[AsyncSession], Awaitable[T]]
 
 _ATTEMPTS = 5
 _RETRY_SECONDS = 1.0
+_CLOSE_SECONDS = 5.0
 _BUSY_MILLISECONDS = 15_000
 _UNAVAILABLE = "the registry's database is unavailable"
 _SQLITE_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
@@ -46,10 +47,13 @@ class Database:
             reading = reading.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         self._readers = async_sessionmaker(reading, expire_on_commit=False)
         self._writers = async_sessionmaker(writing, expire_on_commit=False)
+        self._running: set[asyncio.Future[Any]] = set()
+        self._is_down = False
+        self.on_write: Callable[[], None] = lambda: None  # called after every commit of a `write`
 
     async def read(self, work: Work[T]) -> T:
         """The result of `work` in one read-only transaction."""
-        return await self._repeat(self._readers, work)
+        return await self._finished(self._repeat(self._readers, work))
 
     async def write(self, work: Work[T]) -> T:
         """The result of `work` in one transaction, committed. `work` is repeated if it lost a race, so it must have no
@@ -58,26 +62,58 @@ class Database:
         Raises:
             RegistryUnavailable: the database cannot be reached.
         """
-        return await self._repeat(self._writers, work)
+
+        async def committed() -> T:
+            result = await self._repeat(self._writers, work)
+            self.on_write()
+            return result
+
+        return await self._finished(committed())
 
     async def close(self) -> None:
-        """Closes every connection."""
+        """Waits a moment for what runs, then closes every connection."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=_CLOSE_SECONDS)
         await self.engine.dispose()
+
+    async def _finished(self, transaction: Coroutine[Any, Any, T]) -> T:
+        """It runs to its end though its caller may leave: cut off half-way it would cost its connection."""
+        task = asyncio.ensure_future(transaction)
+        self._running.add(task)
+        task.add_done_callback(self._forget)
+        return await asyncio.shield(task)
+
+    def _forget(self, task: "asyncio.Future[Any]") -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, also when nobody waits any more
 
     async def _repeat(self, sessions: async_sessionmaker[AsyncSession], work: Work[T]) -> T:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 async with sessions.begin() as session:
-                    return await work(session)
+                    result = await work(session)
+                self._came_up()
+                return result
             except (DBAPIError, PoolTimeout, OSError) as error:
                 kind = _kind(error)
                 if kind == "bug" or (attempt == _ATTEMPTS and isinstance(error, IntegrityError)):
                     raise
                 if kind == "lost" or attempt == _ATTEMPTS:
-                    log.warning("the database cannot be used: %s", error)
+                    self._went_down(error)
                     raise RegistryUnavailable(_UNAVAILABLE, retry_after=_RETRY_SECONDS) from None
                 await asyncio.sleep(random.uniform(0, 0.02) * attempt)
         raise AssertionError("unreachable")
+
+    def _went_down(self, error: Exception) -> None:
+        if not self._is_down:
+            log.warning("the database cannot be used: %s", error)
+        self._is_down = True
+
+    def _came_up(self) -> None:
+        if self._is_down:
+            log.info("the database can be used again")
+        self._is_down = False
 
 
 def is_sqlite(url: str) -> bool:

@@ -3,8 +3,11 @@
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from registry_service import repository
+from registry_service.adapter_cache import AdapterCache
 from registry_service.models import DELETED, Adapter, AdapterVersion
+from registry_service.records import AdapterRecord
 from registry_service.repository import Target
+from shared.auth import no_adapter
 from shared.errors import AdapterNotFound
 from shared.references import LATEST, Reference, adapter_name
 
@@ -12,17 +15,20 @@ from shared.references import LATEST, Reference, adapter_name
 async def any_adapter(session: AsyncSession, namespace: str, name: str, *, lock: bool = False) -> Adapter:
     found = await repository.adapter(session, namespace, name, lock=lock)
     if found is None:
-        resource = adapter_name(namespace, name)
-        raise AdapterNotFound(f"there is no adapter {resource}", metadata={"adapter": resource})
+        raise no_adapter(namespace, name)
     return found
 
 
 async def live_adapter(session: AsyncSession, namespace: str, name: str, *, lock: bool = False) -> Adapter:
     found = await any_adapter(session, namespace, name, lock=lock)
-    if found.delete_time is not None:
-        resource = adapter_name(namespace, name)
-        raise AdapterNotFound(f"adapter {resource} is deleted", metadata={"adapter": resource})
+    check_live(found)
     return found
+
+
+def check_live(adapter: Adapter) -> None:
+    if adapter.delete_time is not None:
+        resource = adapter_name(adapter.namespace, adapter.name)
+        raise AdapterNotFound(f"adapter {resource} is deleted", metadata={"adapter": resource})
 
 
 async def live_version(session: AsyncSession, adapter: Adapter, number: int) -> AdapterVersion:
@@ -32,24 +38,22 @@ async def live_version(session: AsyncSession, adapter: Adapter, number: int) -> 
     return found
 
 
-async def targets_of(session: AsyncSession, adapter: Adapter, reference: Reference) -> tuple[str, list[Target]]:
-    """The alias that was followed, and at least one target."""
-    if reference.version is not None:
-        return "", [Target(await live_version(session, adapter, reference.version), 1.0)]
-    if reference.digest is not None:
-        version = await repository.live_version(session, adapter.uid, reference.digest)
+async def targets_of(cache: AdapterCache, record: AdapterRecord, reference: Reference) -> tuple[str, list[Target]]:
+    """The alias that was followed, and at least one target, highest weight first."""
+    if (wanted := reference.version or reference.digest) is not None:
+        version = await cache.version(record, wanted)
         if version is None:
-            raise not_found(adapter, "digest", reference.digest)
+            raise not_found(record.adapter, "version" if reference.version else "digest", str(wanted))
         return "", [Target(version, 1.0)]
-    alias = reference.alias or adapter.default_alias
-    if alias == LATEST:
-        version = await repository.latest_version(session, adapter.uid)
-        targets = [] if version is None else [Target(version, 1.0)]
+    name = reference.alias or record.adapter.default_alias
+    if name == LATEST:
+        targets = [(number, 1.0) for number in record.versions if number == record.latest_version]
     else:
-        targets = await repository.alias_targets(session, adapter.uid, alias)
+        targets = [target for alias in record.aliases if alias.name == name for target in alias.targets]
     if not targets:
-        raise not_found(adapter, "alias", alias)
-    return alias, targets
+        raise not_found(record.adapter, "alias", name)
+    by_weight = sorted(targets, key=lambda target: (-target[1], -target[0]))
+    return name, [Target(record.versions[number], weight) for number, weight in by_weight]
 
 
 def not_found(adapter: Adapter, kind: str, value: str) -> AdapterNotFound:

@@ -75,6 +75,7 @@ class Adapter(Table):
     __tablename__ = "adapters"
     __table_args__ = (
         UniqueConstraint("namespace", "name"),
+        Index("ix_adapters_delete_time", "delete_time"),
         CheckConstraint("next_version >= 1", name="next_version"),
         CheckConstraint("residency IN ('ON_DEMAND', 'PRELOAD', 'PINNED')", name="residency"),
     )
@@ -107,6 +108,7 @@ class AdapterVersion(Table):
         UniqueConstraint("adapter_uid", "number"),
         CheckConstraint("number >= 1", name="number"),
         CheckConstraint("state IN ('READY', 'DEPRECATED', 'DELETED')", name="state"),
+        Index("ix_adapter_versions_purge_time", "purge_time"),
         Index(
             "uq_adapter_versions_live_digest",
             "adapter_uid",
@@ -134,6 +136,16 @@ class AdapterVersion(Table):
     create_time: Mapped[datetime]
     delete_time: Mapped[datetime | None]
     purge_time: Mapped[datetime | None]
+
+
+class Tombstone(Table):
+    """What is left of a purged adapter: its name's next version, so that no number is used twice. Triggers write it."""
+
+    __tablename__ = "tombstones"
+
+    namespace: Mapped[str] = mapped_column(String(63), primary_key=True)
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    next_version: Mapped[int] = mapped_column(Integer)
 
 
 class Alias(Table):
@@ -178,7 +190,8 @@ class RequestId(Table):
 
 
 class RegistryState(Table):
-    """The only row: how many changes were committed, and a mark of this database's life."""
+    """The only row: how many changes were committed, up to which the log has forgotten them, and a mark of this
+    database's life."""
 
     __tablename__ = "registry_state"
     __table_args__ = (CheckConstraint("id = 1", name="single"),)
@@ -186,15 +199,48 @@ class RegistryState(Table):
     id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     revision: Mapped[int] = mapped_column(BigInteger)
     epoch: Mapped[str] = mapped_column(String(36))
+    compacted_revision: Mapped[int] = mapped_column(BigInteger, default=0, server_default=text("0"))
 
 
 class Change(Table):
     """One committed change of an adapter, in commit order."""
 
     __tablename__ = "changes"
-    __table_args__ = (CheckConstraint("kind IN ('UPSERT', 'DELETE')", name="kind"),)
+    __table_args__ = (
+        CheckConstraint("kind IN ('UPSERT', 'DELETE')", name="kind"),
+        Index("ix_changes_adapter_uid", "adapter_uid"),
+    )
 
     revision: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     adapter_uid: Mapped[str] = mapped_column(ForeignKey("adapters.uid"))
     kind: Mapped[str] = mapped_column(String(16))
     create_time: Mapped[datetime]
+
+
+class Replica(Table):
+    """An inference replica, until its lease ends. Heartbeats write here and nowhere else."""
+
+    __tablename__ = "replicas"
+    __table_args__ = (Index("ix_replicas_base_model", "base_model"),)
+
+    name: Mapped[str] = mapped_column(String(128), primary_key=True)
+    base_model: Mapped[str] = mapped_column(ForeignKey("base_models.id"))
+    observed_revision: Mapped[int] = mapped_column(BigInteger)
+    lease_expire_time: Mapped[datetime]
+
+
+class Resident(Table):
+    """What a replica holds of one adapter version's content."""
+
+    __tablename__ = "residents"
+    __table_args__ = (
+        ForeignKeyConstraint(["replica"], ["replicas.name"], ondelete="CASCADE"),
+        CheckConstraint("level IN ('DISK', 'HOST', 'GPU', 'FAILED')", name="level"),
+        Index("ix_residents_digest", "digest"),
+    )
+
+    replica: Mapped[str] = mapped_column(String(128), primary_key=True)
+    digest: Mapped[str] = mapped_column(String(71), primary_key=True)
+    level: Mapped[str] = mapped_column(String(16))
+    pinned: Mapped[bool]
+    reason: Mapped[str] = mapped_column(String(255))

@@ -1,9 +1,10 @@
 """Pages of a list: sizes, and opaque tokens that remember the last key shown, so that inserts move nothing."""
 
 import base64
+import hashlib
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shared.errors import InvalidArgument
 
@@ -11,7 +12,9 @@ DEFAULT_SIZE = 50
 MAX_SIZE = 1000
 MAX_TOKEN_CHARS = 1024
 
-Key = list[str] | list[int]
+MAX_KEY_NUMBER = 1 << 55  # microseconds from 1970 up to the year 3111
+
+Key = list[Any]  # of str and int
 
 
 class Page(NamedTuple):
@@ -19,7 +22,7 @@ class Page(NamedTuple):
 
     size: int
     after: Key | None
-    query: str
+    query: str  # digest of the list's name and parameters
 
     def next_token(self, last: Key) -> str:
         """The token of the page that begins after `last`."""
@@ -36,6 +39,7 @@ def read_page(size: int, token: str, query: str, key_types: Sequence[type]) -> P
     if size < 0:
         raise InvalidArgument.of("page_size", f"must not be negative, is {size}")
     size = min(size, MAX_SIZE) or DEFAULT_SIZE
+    query = hashlib.sha256(query.encode()).hexdigest()[:16]
     if not token:
         return Page(size, None, query)
     try:
@@ -52,4 +56,6 @@ def _is_key(value: object, types: Sequence[type]) -> bool:
     """Whether `value` is a key that `next_token` may have written; tokens are not signed."""
     if not isinstance(value, list) or [type(part) for part in value] != list(types):
         return False
-    return all(part.isascii() and part.isprintable() if isinstance(part, str) else 0 < part < 1 << 31 for part in value)
+    return all(
+        part.isascii() and part.isprintable() if isinstance(part, str) else 0 <= part < MAX_KEY_NUMBER for part in value
+    )

@@ -7,11 +7,11 @@ looked at twice: before the files are read, so that a request that cannot succee
 import asyncio
 import hashlib
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -19,28 +19,32 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from registry_service import repository
 from registry_service.database import Database
 from registry_service.models import UPSERT, Adapter, AdapterVersion, BaseModel, RequestId
+from registry_service.quotas import Amounts, Quotas
 from registry_service.repository import AdapterView, RequestKey
 from registry_service.rows import new_adapter, new_version, pinned_source
 from registry_service.single_flight import SingleFlight, request_id_reused
-from registry_service.validation import Limits, ValidatedAdapter, validate
+from registry_service.validation import Limits, Origin, ValidatedAdapter, validate
 from shared.base_model import parse_config
 from shared.errors import (
     AdapterDeleted,
     BaseModelMismatch,
     BaseModelUnknown,
-    CredentialNotAllowed,
     InvalidArgument,
     SourceUnavailable,
 )
 from shared.references import adapter_name
+from shared.sources.policy import SourcePolicy
 
 REQUEST_ID_LIFE = timedelta(days=1)
-VALIDATION_THREADS = 4
+VALIDATION_THREADS = 16  # most wait for their sources
 
 
 @dataclass(frozen=True)
 class Registration:
-    """A checked request. `base_model` is an id, empty for that of the existing adapter; `request_id` may be empty."""
+    """A checked request. `base_model` is an id, empty for that of the existing adapter; `request_id` may be empty.
+
+    `only_new`: if there is an adapter of the name already, that is `AdapterExists`.
+    """
 
     namespace: str
     adapter_id: str
@@ -52,10 +56,17 @@ class Registration:
     aliases: tuple[str, ...]
     request_id: str
     validate_only: bool
+    only_new: bool = False
 
     def request_hash(self) -> str:
-        """Equal for equal requests."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        """Equal for equal requests of callers."""
+        fields = asdict(self)
+        del fields["only_new"]
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+class AdapterExists(Exception):
+    """The adapter that was to be new is there already, or was once."""
 
 
 class Registered(NamedTuple):
@@ -70,9 +81,12 @@ class Registered(NamedTuple):
 class Registrar:
     """Registers adapters. Holds the registrations that run and the threads that read files."""
 
-    def __init__(self, database: Database, roots: Mapping[str, Path], limits: Limits, time_limit: float) -> None:
+    def __init__(
+        self, database: Database, policy: SourcePolicy, limits: Limits, quotas: Quotas, time_limit: float
+    ) -> None:
         self._database = database
-        self._roots = roots
+        self._quotas = quotas
+        self._policy = policy
         self._limits = limits
         self._time_limit = time_limit
         self._flights: SingleFlight[Registered] = SingleFlight()
@@ -82,7 +96,8 @@ class Registrar:
         """Register, or answer as before. With a request id the work outlives a caller that leaves; a retry joins it.
 
         Raises:
-            BaseModelUnknown, BaseModelMismatch, AdapterDeleted, RequestIdReused, CredentialNotAllowed: the rules.
+            BaseModelUnknown, BaseModelMismatch, AdapterDeleted, RequestIdReused, CredentialNotAllowed, NamespaceQuota:
+                the rules.
             InvalidArgument and everything that `validation.validate` raises.
         """
         if request.validate_only or not request.request_id:
@@ -105,56 +120,78 @@ class Registrar:
             ) from None
 
     async def _register(self, caller: str, request: Registration) -> Registered:
-        if request.credential_ref:
-            raise CredentialNotAllowed(
-                f"no credential is called {request.credential_ref!r:.100}",
-                metadata={"credential_ref": request.credential_ref[:100]},
-            )
-        found = await self._database.read(lambda session: _before(session, caller, request))
+        found = await self._database.read(lambda session: _before(session, self._quotas, caller, request))
         if isinstance(found, Registered):
             return found
-        checked = await asyncio.get_running_loop().run_in_executor(self._threads, self._validate, request, found)
+        checked = await self._validated(request, found)
         finish = _pretend if request.validate_only else _write
         transaction = self._database.read if request.validate_only else self._database.write
-        return await transaction(lambda session: finish(session, caller, request, checked))
+        return await transaction(lambda session: finish(session, self._quotas, caller, request, checked))
 
-    def _validate(self, request: Registration, base: BaseModel) -> ValidatedAdapter:
-        model = parse_config(json.loads(base.config_json))
-        return validate(request.source_uri, self._roots, base.id, model, self._limits)
+    async def _validated(self, request: Registration, base: BaseModel) -> ValidatedAdapter:
+        """The validation runs in a thread; it ends soon when nobody waits for it any more."""
+        origin = Origin(request.source_uri, request.credential_ref, request.namespace)
+        stopping = threading.Event()
+
+        def work() -> ValidatedAdapter:
+            model = parse_config(json.loads(base.config_json))
+            return validate(origin, self._policy, stopping, base.id, model, self._limits)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            stopping.set()
 
 
-async def _before(session: AsyncSession, caller: str, request: Registration) -> "Registered | BaseModel":
+async def _before(
+    session: AsyncSession, quotas: Quotas, caller: str, request: Registration
+) -> "Registered | BaseModel":
     if (answered := await _answered(session, caller, request, _now())) is not None:
         return answered
     adapter = await repository.adapter(session, request.namespace, request.adapter_id)
-    return await _base_model(session, request, adapter)
+    base = await _base_model(session, request, adapter)
+    if adapter is None:
+        await quotas.check(session, request.namespace, Amounts(1, 1, 0))
+    return base
 
 
-async def _write(session: AsyncSession, caller: str, request: Registration, checked: ValidatedAdapter) -> Registered:
+async def _write(
+    session: AsyncSession, quotas: Quotas, caller: str, request: Registration, checked: ValidatedAdapter
+) -> Registered:
     now = _now()
+    await quotas.lock(session, request.namespace)
     if (answered := await _answered(session, caller, request, now)) is not None:
         return answered
     adapter = await repository.adapter(session, request.namespace, request.adapter_id, lock=True)
     base = await _base_model(session, request, adapter)
+    version = await repository.live_version(session, adapter.uid, checked.digest) if adapter is not None else None
+    if is_new := version is None:
+        await quotas.check(session, request.namespace, _adding(adapter, checked))
     if adapter is None:
         adapter = _new_adapter(request, base, now)
+        adapter.next_version = await repository.first_version(session, request.namespace, request.adapter_id)
         session.add(adapter)
         await session.flush()
-    version = await repository.live_version(session, adapter.uid, checked.digest)
-    if is_new := version is None:
+    if version is None:
         version = _new_version(adapter, adapter.next_version, caller, request, base, checked, now)
         adapter.next_version += 1
         session.add(version)
         await session.flush()
-    has_new_source = _add_source(version, checked, request)
+    has_new_source = _add_source(version, checked)
     has_new_aliases = await _set_aliases(session, adapter, version, request.aliases, now)
+    await repository.forget_answers(session, now)
+    (view,) = await repository.views(session, [adapter])
     if is_new or has_new_source or has_new_aliases:
         revision = await commit_change(session, adapter, UPSERT, now)
     else:
         revision = await repository.revision(session)
     await _remember(session, caller, request, version, is_new, revision, now)
-    (view,) = await repository.views(session, [adapter])
     return Registered(view, version, is_new, revision)
+
+
+def _adding(adapter: Adapter | None, checked: ValidatedAdapter) -> Amounts:
+    """What a new version adds to the namespace; `adapter` is the one that there is."""
+    return Amounts(int(adapter is None), 1, sum(file.size for file in checked.files))
 
 
 async def commit_change(session: AsyncSession, adapter: Adapter, kind: str, now: datetime) -> int:
@@ -181,7 +218,9 @@ async def _answered(session: AsyncSession, caller: str, request: Registration, n
     return Registered(view, version, answer.created, answer.revision)
 
 
-async def _pretend(session: AsyncSession, caller: str, request: Registration, checked: ValidatedAdapter) -> Registered:
+async def _pretend(
+    session: AsyncSession, quotas: Quotas, caller: str, request: Registration, checked: ValidatedAdapter
+) -> Registered:
     """What would be written."""
     now = _now()
     adapter = await repository.adapter(session, request.namespace, request.adapter_id)
@@ -192,12 +231,16 @@ async def _pretend(session: AsyncSession, caller: str, request: Registration, ch
         known = await repository.live_version(session, adapter.uid, checked.digest)
         (view,) = await repository.views(session, [adapter])
     version = _new_version(view.adapter, 0, caller, request, base, checked, now)
+    if known is None:
+        await quotas.check(session, request.namespace, _adding(adapter, checked))
     return Registered(view, version, known is None, await repository.revision(session))
 
 
 async def _base_model(session: AsyncSession, request: Registration, adapter: Adapter | None) -> BaseModel:
     """The base model to validate against, if the adapter may be registered on it."""
     name = adapter_name(request.namespace, request.adapter_id)
+    if adapter is not None and request.only_new:
+        raise AdapterExists(name)
     if adapter is not None and adapter.delete_time is not None:
         raise AdapterDeleted(
             f"{name} is deleted: call UndeleteAdapter with this name first, or register under another one",
@@ -220,12 +263,18 @@ async def _base_model(session: AsyncSession, request: Registration, adapter: Ada
     return base
 
 
-def _add_source(version: AdapterVersion, checked: ValidatedAdapter, request: Registration) -> bool:
-    """Adds where the content was found now, unless it is known."""
-    pinned = pinned_source(checked, request.credential_ref)
-    if pinned in version.pinned_sources:
+def _add_source(version: AdapterVersion, checked: ValidatedAdapter) -> bool:
+    """Adds where the content was found now, or what it is pinned to there now; False if all that is known."""
+    pinned = pinned_source(checked)
+    known = list(version.pinned_sources)
+    places = [(source["uri"], source["credential_ref"]) for source in known]
+    if (place := (pinned["uri"], pinned["credential_ref"])) in places:
+        known[places.index(place)] = pinned
+    else:
+        known.append(pinned)
+    if known == version.pinned_sources:
         return False
-    version.pinned_sources = [*version.pinned_sources, pinned]
+    version.pinned_sources = known
     return True
 
 
@@ -263,7 +312,8 @@ async def _remember(
         revision=revision,
         expire_time=now + REQUEST_ID_LIFE,
     )
-    await repository.store_answer(session, answer, now)
+    session.add(answer)
+    await session.flush()
 
 
 def _new_adapter(request: Registration, base: BaseModel, now: datetime) -> Adapter:

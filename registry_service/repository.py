@@ -1,10 +1,10 @@
 """Every query. Functions take the session of the transaction they belong to and hold no rules."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import delete, func, select, tuple_, update
+from sqlalchemy import ColumnElement, delete, func, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from registry_service.models import (
@@ -17,7 +17,15 @@ from registry_service.models import (
     Change,
     RegistryState,
     RequestId,
+    Tombstone,
 )
+from registry_service.ordering import Order
+
+CHANGES_CHANNEL = "loraplex_changes"  # of Postgres' NOTIFY
+
+T = TypeVar("T")
+
+_TOGETHER = 500  # values in one statement
 
 
 class Target(NamedTuple):
@@ -51,6 +59,31 @@ class RequestKey(NamedTuple):
     request_id: str
 
 
+class VersionFacts(NamedTuple):
+    """What lists show of a version."""
+
+    number: int
+    digest: str
+    size_bytes: int
+    lora_config: dict[str, Any]
+
+
+class ListQuery(NamedTuple):
+    """What a list shows: where `condition` holds, those after the key `after` in `order`, at most `limit`."""
+
+    condition: ColumnElement[bool] | None
+    order: Order
+    after: Sequence[Any] | None
+    limit: int
+    show_deleted: bool
+
+
+def parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """`values` in parts that one statement can have."""
+    for first in range(0, len(values), _TOGETHER):
+        yield values[first : first + _TOGETHER]
+
+
 # ---- revision
 
 
@@ -60,10 +93,16 @@ async def revision(session: AsyncSession) -> int:
 
 
 async def next_revision(session: AsyncSession) -> int:
-    """Counts one more change. The row's lock is held until commit, so this comes last: revisions are commit order."""
+    """Counts one more change, and on Postgres has the commit notify those who listen.
+
+    The row stays locked until commit, so the order of revisions is the order of commits. Everybody else who writes
+    waits for it meanwhile: call this last.
+    """
     await session.flush()
     counted = update(RegistryState).values(revision=RegistryState.revision + 1).returning(RegistryState.revision)
-    return (await session.execute(counted)).scalar_one()
+    if session.get_bind().dialect.name == "postgresql":
+        counted = counted.returning(func.pg_notify(CHANGES_CHANNEL, ""))
+    return int((await session.execute(counted)).scalar_one())
 
 
 async def record_change(session: AsyncSession, adapter: Adapter, kind: str, now: datetime) -> int:
@@ -97,16 +136,34 @@ async def adapter(session: AsyncSession, namespace: str, name: str, *, lock: boo
     return (await session.scalars(query.with_for_update() if lock else query)).one_or_none()
 
 
-async def adapters(
-    session: AsyncSession, namespaces: Sequence[str], after: tuple[str, str], limit: int, *, show_deleted: bool
-) -> Sequence[Adapter]:
-    """Adapters by (namespace, name), those after `after`."""
-    query = select(Adapter).where(
-        Adapter.namespace.in_(namespaces), tuple_(Adapter.namespace, Adapter.name) > tuple_(*after)
-    )
-    if not show_deleted:
+async def adapters(session: AsyncSession, namespaces: frozenset[str] | None, listed: ListQuery) -> Sequence[Adapter]:
+    """Adapters of the namespaces; None is all."""
+    query = select(Adapter)
+    if namespaces is not None:
+        query = query.where(Adapter.namespace.in_(namespaces))
+    if not listed.show_deleted:
         query = query.where(Adapter.delete_time.is_(None))
-    return (await session.scalars(query.order_by(Adapter.namespace, Adapter.name).limit(limit))).all()
+    return (await session.scalars(_listed(query, listed))).all()
+
+
+def _listed(query: Any, listed: ListQuery) -> Any:
+    if listed.condition is not None:
+        query = query.where(listed.condition)
+    if listed.after is not None:
+        query = query.where(listed.order.after(listed.after))
+    return query.order_by(*listed.order.columns).limit(listed.limit)
+
+
+async def first_version(session: AsyncSession, namespace: str, name: str) -> int:
+    """The number of the next version of a name that there is no adapter of: 1, or what follows those purged."""
+    tombstone = await session.get(Tombstone, (namespace, name))
+    return 1 if tombstone is None else tombstone.next_version
+
+
+async def last_changes(session: AsyncSession, uids: Sequence[str]) -> dict[str, int]:
+    """The revision of each adapter's last change that the log remembers."""
+    query = select(Change.adapter_uid, func.max(Change.revision)).where(Change.adapter_uid.in_(uids))
+    return {row[0]: row[1] for row in await session.execute(query.group_by(Change.adapter_uid))}
 
 
 async def views(session: AsyncSession, rows: Sequence[Adapter]) -> list[AdapterView]:
@@ -149,6 +206,12 @@ async def version(session: AsyncSession, uid: str, number: int) -> AdapterVersio
     return (await session.scalars(query)).one_or_none()
 
 
+async def live_version_number(session: AsyncSession, uid: str, number: int) -> AdapterVersion | None:
+    """The adapter's live version of this number."""
+    found = await version(session, uid, number)
+    return None if found is None or found.state == DELETED else found
+
+
 async def version_by_uid(session: AsyncSession, uid: str) -> AdapterVersion:
     """A version that is known to exist."""
     return await session.get_one(AdapterVersion, uid)
@@ -168,16 +231,35 @@ async def latest_version(session: AsyncSession, uid: str) -> AdapterVersion | No
     return (await session.scalars(query.order_by(AdapterVersion.number.desc()).limit(1))).one_or_none()
 
 
-async def versions(
-    session: AsyncSession, uid: str, before: int | None, limit: int, *, show_deleted: bool
-) -> Sequence[AdapterVersion]:
-    """An adapter's versions, newest first, those below `before` if given."""
+async def versions(session: AsyncSession, uid: str, listed: ListQuery) -> Sequence[AdapterVersion]:
+    """An adapter's versions."""
     query = select(AdapterVersion).where(AdapterVersion.adapter_uid == uid)
-    if before is not None:
-        query = query.where(AdapterVersion.number < before)
-    if not show_deleted:
+    if not listed.show_deleted:
         query = query.where(AdapterVersion.state != DELETED)
-    return (await session.scalars(query.order_by(AdapterVersion.number.desc()).limit(limit))).all()
+    return (await session.scalars(_listed(query, listed))).all()
+
+
+async def num_live_versions(session: AsyncSession, uids: Sequence[str]) -> dict[str, int]:
+    """How many live versions each adapter has."""
+    query = select(AdapterVersion.adapter_uid, func.count()).where(
+        AdapterVersion.adapter_uid.in_(uids), AdapterVersion.state != DELETED
+    )
+    return {row[0]: row[1] for row in await session.execute(query.group_by(AdapterVersion.adapter_uid))}
+
+
+async def version_facts(session: AsyncSession, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], VersionFacts]:
+    """Facts of the versions (adapter uid, number)."""
+    found: dict[tuple[str, int], VersionFacts] = {}
+    row = AdapterVersion
+    for part in parts(keys):
+        uids, numbers = zip(*part, strict=True)
+        query = select(row.adapter_uid, row.number, row.digest, row.size_bytes, row.lora_config).where(
+            row.adapter_uid.in_(uids), row.number.in_(set(numbers)),  # for pairs alone SQLite reads the whole table
+            tuple_(row.adapter_uid, row.number).in_(part),
+        )  # fmt: skip
+        for uid, *facts in await session.execute(query):
+            found[uid, facts[0]] = VersionFacts(*facts)
+    return found
 
 
 # ---- aliases
@@ -208,6 +290,23 @@ async def set_alias(
     await session.flush()
 
 
+async def aliases_of(session: AsyncSession, uid: str, number: int) -> Sequence[str]:
+    """The aliases that name a version."""
+    query = select(AliasTarget.alias).where(AliasTarget.adapter_uid == uid, AliasTarget.version == number)
+    return (await session.scalars(query.order_by(AliasTarget.alias))).all()
+
+
+async def delete_alias(session: AsyncSession, uid: str, alias: str) -> bool:
+    """Whether there was such an alias. The adapter's row must be locked."""
+    row = await session.get(Alias, (uid, alias))
+    if row is None:
+        return False
+    await session.execute(delete(AliasTarget).where(AliasTarget.adapter_uid == uid, AliasTarget.alias == alias))
+    await session.delete(row)
+    await session.flush()
+    return True
+
+
 # ---- request ids
 
 
@@ -217,8 +316,6 @@ async def stored_answer(session: AsyncSession, key: RequestKey, now: datetime) -
     return found if found is not None and found.expire_time > now else None
 
 
-async def store_answer(session: AsyncSession, answer: RequestId, now: datetime) -> None:
-    """Remembers an answer, and forgets those that have expired."""
+async def forget_answers(session: AsyncSession, now: datetime) -> None:
+    """Deletes the answers that have expired."""
     await session.execute(delete(RequestId).where(RequestId.expire_time <= now))
-    session.add(answer)
-    await session.flush()

@@ -1,15 +1,18 @@
 """Reads requests: every wrong field becomes `InvalidArgument` here, before anything is looked up."""
 
-import math
-import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import ColumnElement
 
 from loraplex.registry.v1 import registry_pb2, resources_pb2
+from registry_service.checks import MAX_LABEL_CHARS, Checks, is_text
+from registry_service.filter_fields import Compile, condition
+from registry_service.filter_syntax import parse_filter
 from registry_service.registration import Registration
+from registry_service.watch import WatchRequest, read_resume_token
 from shared.digest import check_digest
-from shared.errors import FieldViolation, InvalidArgument, Unimplemented
+from shared.errors import InvalidArgument
 from shared.references import (
     ALL_NAMESPACES,
     MAX_VERSION,
@@ -21,49 +24,24 @@ from shared.references import (
     parse_reference,
 )
 
-MAX_LABELS = 64
-MAX_LABEL_CHARS = 255
-MAX_DESCRIPTION_CHARS = 4096
 MAX_ALIASES = 16
-
-T = TypeVar("T")
-
-_LABEL = re.compile(r"[a-zA-Z0-9](?:[a-zA-Z0-9._/-]{0,61}[a-zA-Z0-9])?")
-
-
-class _Checks:
-    """Runs checks and keeps what each of them says is wrong."""
-
-    def __init__(self) -> None:
-        self.violations: list[FieldViolation] = []
-
-    def wrong(self, field: str, description: str) -> None:
-        self.violations.append(FieldViolation(field, description))
-
-    def checked(self, check: Callable[[], T], default: T) -> T:
-        try:
-            return check()
-        except InvalidArgument as error:
-            self.violations.extend(error.violations)
-            return default
-
-    def finish(self) -> None:
-        if self.violations:
-            raise InvalidArgument(self.violations)
+MAX_TARGETS = 16
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e9  # so that no sum of them is infinite and no share is lost in one
 
 
 def registration(request: registry_pb2.RegisterAdapterRequest, own_namespace: str) -> Registration:
     """Every wrong field of a RegisterAdapter request at once, or the request."""
-    checks = _Checks()
+    checks = Checks()
     parent, base_model = request.parent, request.base_model
     namespace = checks.checked(lambda: parse_namespace_name(parent, "parent") if parent else own_namespace, "")
     adapter_id = checks.checked(lambda: check_id(request.adapter_id, "adapter_id"), "")
     base_model = checks.checked(lambda: parse_base_model(base_model, "base_model") if base_model else "", "")
     if not request.source.uri:
         checks.wrong("source.uri", "is required")
-    if not _is_text(request.source.credential_ref, MAX_LABEL_CHARS):
+    if not is_text(request.source.credential_ref, MAX_LABEL_CHARS):
         checks.wrong("source.credential_ref", f"must be printable, at most {MAX_LABEL_CHARS} characters")
-    _check_texts(checks, request.labels, request.description)
+    checks.pairs("labels", request.labels, MAX_LABEL_CHARS)
+    checks.description("description", request.description)
     _check_aliases(checks, request.aliases)
     request_id = checks.checked(lambda: _request_id(request.request_id), "")
     checks.finish()
@@ -81,27 +59,12 @@ def registration(request: registry_pb2.RegisterAdapterRequest, own_namespace: st
     )
 
 
-def _check_texts(checks: _Checks, labels: Mapping[str, str], description: str) -> None:
-    if len(labels) > MAX_LABELS:
-        checks.wrong("labels", f"must not be more than {MAX_LABELS}")
-    for key, value in list(labels.items())[:MAX_LABELS]:
-        if not _LABEL.fullmatch(key) or not _is_text(value, MAX_LABEL_CHARS):
-            expected = f"keys are 1 to 63 of A-Z a-z 0-9 . _ / -, values printable and at most {MAX_LABEL_CHARS}"
-            checks.wrong(f"labels[{key[:100]!r}]", f"{expected} characters")
-    if not _is_text(description.replace("\n", " ").replace("\t", " "), MAX_DESCRIPTION_CHARS):
-        checks.wrong("description", f"must be printable, at most {MAX_DESCRIPTION_CHARS} characters")
-
-
-def _check_aliases(checks: _Checks, aliases: Sequence[str]) -> None:
+def _check_aliases(checks: Checks, aliases: Sequence[str]) -> None:
     if len(aliases) > MAX_ALIASES:
         checks.wrong("aliases", f"must not be more than {MAX_ALIASES}")
     for index, alias in enumerate(aliases[:MAX_ALIASES]):
         field = f"aliases[{index}]"
         checks.checked(lambda alias=alias, field=field: check_settable_alias(alias, field), "")  # type: ignore[misc]
-
-
-def _is_text(text: str, limit: int) -> bool:
-    return len(text) <= limit and text.isprintable()
 
 
 def _request_id(text: str) -> str:
@@ -141,18 +104,31 @@ def version_reference(text: str, own_namespace: str, field: str) -> Reference:
     return reference
 
 
-def single_target(targets: Sequence[resources_pb2.AliasTarget]) -> tuple[int, float]:
-    """(version, weight) of an alias's only target."""
-    if not targets:
-        raise InvalidArgument.of("targets", "must name a version")
-    for index, target in enumerate(targets):
+def numbered_version(text: str, own_namespace: str, field: str) -> Reference:
+    """A reference that names one version by its number: what an alias means may change under the caller's hands."""
+    reference = parse_reference(text, own_namespace, field)
+    if reference.version is None:
+        raise InvalidArgument.of(field, f"must name a version by its number, as in adapter@1, is {text!r:.200}")
+    return reference
+
+
+def alias_targets(targets: Sequence[resources_pb2.AliasTarget]) -> list[tuple[int, float]]:
+    """[(version, weight)] of an alias: different versions, weights above zero."""
+    checks = Checks()
+    if not 1 <= len(targets) <= MAX_TARGETS:
+        checks.wrong("targets", f"must be from 1 to {MAX_TARGETS} versions")
+    found: dict[int, float] = {}
+    for index, target in enumerate(targets[:MAX_TARGETS]):
+        weight = target.weight if target.HasField("weight") else 1.0
         if not 1 <= target.version <= MAX_VERSION:
-            raise InvalidArgument.of(f"targets[{index}].version", f"must be from 1 to {MAX_VERSION}")
-        if target.HasField("weight") and not (0 < target.weight < math.inf):
-            raise InvalidArgument.of(f"targets[{index}].weight", "must be a finite number above zero")
-    if len(targets) > 1:
-        raise Unimplemented("SetAdapterAlias with more than one target is not built yet")
-    return targets[0].version, targets[0].weight if targets[0].HasField("weight") else 1.0
+            checks.wrong(f"targets[{index}].version", f"must be from 1 to {MAX_VERSION}")
+        if target.version in found:
+            checks.wrong(f"targets[{index}].version", f"version {target.version} is there twice")
+        if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+            checks.wrong(f"targets[{index}].weight", f"must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
+        found[target.version] = weight
+    checks.finish()
+    return list(found.items())
 
 
 def listed_namespace(parent: str, own_namespace: str) -> str:
@@ -161,11 +137,21 @@ def listed_namespace(parent: str, own_namespace: str) -> str:
     return "" if namespace == ALL_NAMESPACES else namespace
 
 
-def refuse_filter(text: str, order_by: str) -> None:
-    """Filters and orders are in the contract and not built yet."""
-    for field, value in (("filter", text), ("order_by", order_by)):
-        if value:
-            raise Unimplemented(f"ListAdapters with {field} is not built yet")
+def watch(request: registry_pb2.WatchAdaptersRequest, own_namespace: str) -> WatchRequest:
+    """Every wrong field of a WatchAdapters request at once, or the request."""
+    checks = Checks()
+    namespace = checks.checked(lambda: listed_namespace(request.parent, own_namespace), "")
+    base_model = request.base_model
+    base_model = checks.checked(lambda: parse_base_model(base_model, "base_model") if base_model else "", "")
+    token = checks.checked(lambda: read_resume_token(request.resume_token), None)
+    checks.finish()
+    return WatchRequest(namespace, base_model, token, request.skip_snapshot, request.snapshot_wanted_only)
+
+
+def filtered(text: str, fields: Mapping[str, Compile]) -> ColumnElement[bool] | None:
+    """The condition that a list's filter means; None for all."""
+    term = parse_filter(text)
+    return None if term is None else condition(term, fields)
 
 
 def fingerprint(text: str, field: str) -> str:

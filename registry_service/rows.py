@@ -46,9 +46,9 @@ def new_version(
         number=number,
         digest=checked.digest,
         source=dict(source),
-        pinned_sources=[pinned_source(checked, source["credential_ref"])],
+        pinned_sources=[pinned_source(checked)],
         manifest=[{"path": file.path, "size_bytes": file.size, "sha256": file.sha256} for file in checked.files],
-        lora_config={**checked.lora._asdict(), "target_modules": list(checked.lora.target_modules), "kinds": ["lora"]},
+        lora_config=checked.lora.record(),
         warnings=list(checked.warnings),
         base_model_fingerprint=base.fingerprint,
         size_bytes=sum(file.size for file in checked.files),
@@ -59,11 +59,6 @@ def new_version(
     )
 
 
-def pinned_source(checked: ValidatedAdapter, credential_ref: str) -> dict[str, Any]:
+def pinned_source(checked: ValidatedAdapter) -> dict[str, Any]:
     """Where the checked bytes were read."""
-    return {
-        "uri": checked.pinned.uri,
-        "revision": checked.pinned.revision,
-        "objects": [],
-        "credential_ref": credential_ref,
-    }
+    return {**checked.pinned._asdict(), "objects": [pinned._asdict() for pinned in checked.pinned.objects]}

@@ -3,24 +3,39 @@
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from loraplex.registry.v1 import registry_pb2, registry_pb2_grpc
 from registry_service import migrations
+from registry_service.adapter_cache import AdapterCache
+from registry_service.adapter_changes import AdapterChanges
+from registry_service.auto_registration import AutoRegistrar, NamespaceSettings
 from registry_service.base_models import BaseModels
+from registry_service.change_log import ChangeLog, LogSettings
 from registry_service.config import RegistryConfig
 from registry_service.database import Database, is_sqlite
+from registry_service.listener import listen
+from registry_service.purging import Purger
+from registry_service.quotas import Amounts, Quotas
 from registry_service.registration import Registrar
+from registry_service.replicas import Replicas
 from registry_service.service import RegistryService
 from registry_service.servicer import RegistryServicer
 from registry_service.validation import Limits
+from registry_service.watch import Watches
+from shared.auth.gate import AccessGate
 from shared.errors import InvalidArgument
 from shared.grpc_server import BoundServer, create_server, drain
+from shared.references import check_id, parse_base_model
+from shared.sources.policy import SourcePolicy
 
 log = logging.getLogger(__name__)
 
 SERVICE = registry_pb2.DESCRIPTOR.services_by_name["AdapterRegistryService"].full_name
+HEARTBEAT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -29,14 +44,16 @@ class RunningRegistry:
 
     port: int
     database: Database
+    log: ChangeLog
     _bound: BoundServer
-    _registrar: Registrar
+    _watches: Watches
+    _parts: AsyncExitStack
 
     async def stop(self, grace: float = 0.0) -> None:
-        """No new calls; running ones have `grace` seconds; then everything is closed."""
+        """No new calls, no watches; other running calls have `grace` seconds; then everything is closed."""
+        self._watches.drain()
         await drain(self._bound, grace)
-        await self._registrar.close()
-        await self.database.close()
+        await self._parts.aclose()
 
 
 async def start(config: RegistryConfig) -> RunningRegistry:
@@ -45,27 +62,80 @@ async def start(config: RegistryConfig) -> RunningRegistry:
     Raises:
         SchemaOutdated: Postgres has not been migrated.
         RegistryUnavailable: the database cannot be reached.
-        InvalidArgument: a file root does not exist, or the address is taken.
+        InvalidArgument: a file root does not exist, settings of a namespace, of callers or of TLS are wrong, or the
+            address is taken.
     """
     roots = _existing(config.file_roots)
+    gate, credentials = AccessGate(config.authenticator()), config.tls_credentials()
     prepare = migrations.upgrade if is_sqlite(config.database) else migrations.check
     await asyncio.to_thread(prepare, config.database)
-    database = Database(config.database)
-    registrar, servicer = _build(config, roots, database)
-    try:
+    async with AsyncExitStack() as parts:
+        database = Database(config.database)
+        parts.push_async_callback(database.close)
+        cache = AdapterCache(database, config.cached_adapters)
+        parts.push_async_callback(cache.close)
+        changes = await _started_log(config, database, cache, parts)
+        watches = Watches(database, changes, min(HEARTBEAT_SECONDS, config.resolve_ttl_seconds / 3))
+        limits = Limits(config=config.max_config_bytes, weights=config.max_adapter_bytes)
+        policy = SourcePolicy(roots, config.credentials, config.allowed_sources, config.allowed_endpoints)
+        quotas = _quotas(config)
+        registrar = Registrar(database, policy, limits, quotas, config.registration_seconds)
+        parts.push_async_callback(registrar.close)
+        keep = timedelta(seconds=config.deleted_keep_seconds)
+        purging = asyncio.get_running_loop().create_task(Purger(database, keep).run())
+        parts.callback(purging.cancel)
+        auto = AutoRegistrar(registrar, _checked(config.namespaces), cache.forget)
+        parts.push_async_callback(auto.close)
+        service = RegistryService(database, registrar, changes, cache, watches, auto)
+        servicer = RegistryServicer(
+            service,
+            AdapterChanges(database, cache, quotas, keep),
+            Replicas(database, timedelta(seconds=config.replica_lease_seconds)),
+            BaseModels(database),
+            config.resolve_ttl_seconds,
+        )
         bound = await create_server(
             config.listen,
             lambda server: registry_pb2_grpc.add_AdapterRegistryServiceServicer_to_server(servicer, server),
             [SERVICE],
+            gate=gate,
+            credentials=credentials,
+            health_listen=config.health_listen,
         )
-    except InvalidArgument:
-        await registrar.close()
-        await database.close()
-        raise
-    await bound.server.start()
-    await bound.readiness.set(serving=True)
-    log.info("the registry is ready", extra={"port": bound.port, "listen": config.listen})
-    return RunningRegistry(bound.port, database, bound, registrar)
+        await bound.server.start()
+        await bound.readiness.set(serving=True)
+        log.info("the registry is ready", extra={"port": bound.port, "listen": config.listen})
+        return RunningRegistry(bound.port, database, changes, bound, watches, parts.pop_all())
+
+
+async def _started_log(
+    config: RegistryConfig, database: Database, cache: AdapterCache, parts: AsyncExitStack
+) -> ChangeLog:
+    settings = LogSettings(
+        poll_seconds=config.poll_seconds, keep_changes=config.log_keep_changes, keep_seconds=config.log_keep_seconds
+    )
+    changes = ChangeLog(database, settings, cache.follow)
+    parts.push_async_callback(changes.close)
+    await changes.start()
+    database.on_write = changes.wake
+    if config.listen_url:
+        listener = asyncio.get_running_loop().create_task(listen(config.listen_url, changes.wake))
+        parts.callback(listener.cancel)
+    return changes
+
+
+def _checked(namespaces: Mapping[str, NamespaceSettings]) -> Mapping[str, NamespaceSettings]:
+    for name, settings in namespaces.items():
+        check_id(name, "namespaces")
+        if settings.auto_register:
+            parse_base_model(settings.base_model, f"namespaces.{name}.base_model")
+    return namespaces
+
+
+def _quotas(config: RegistryConfig) -> Quotas:
+    usual = Amounts(config.namespace_max_adapters, config.namespace_max_versions, config.namespace_max_bytes)
+    own = {name: Amounts(of.max_adapters, of.max_versions, of.max_bytes) for name, of in config.namespaces.items()}
+    return Quotas(usual, own)
 
 
 def _existing(file_roots: Mapping[str, str]) -> dict[str, Path]:
@@ -73,10 +143,3 @@ def _existing(file_roots: Mapping[str, str]) -> dict[str, Path]:
     if missing:
         raise InvalidArgument.of("file_roots", f"no such folder: {', '.join(missing)}")
     return {name: Path(folder).resolve() for name, folder in file_roots.items()}
-
-
-def _build(config: RegistryConfig, roots: dict[str, Path], database: Database) -> tuple[Registrar, RegistryServicer]:
-    limits = Limits(config=config.max_config_bytes, weights=config.max_adapter_bytes)
-    registrar = Registrar(database, roots, limits, config.registration_seconds)
-    service, base_models = RegistryService(database, registrar), BaseModels(database)
-    return registrar, RegistryServicer(service, base_models, config.resolve_ttl_seconds)

@@ -1,35 +1,40 @@
-"""The registry's rules, one transaction per call. Registrations have their own file.
+"""What the registry answers from: resolution, watches, lists. Registrations and changes have their own files.
 
-Every method authorizes before it looks anything up. Adapters and versions that do not exist, are deleted, or may not be
-seen are all `AdapterNotFound`.
+Who may call was decided before (`shared.auth.rules`). Adapters and versions that do not exist or are deleted are all
+`AdapterNotFound`.
 """
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from registry_service import repository
+from registry_service.adapter_cache import AdapterCache
+from registry_service.auto_registration import AutoRegistrar
+from registry_service.change_log import ChangeLog
 from registry_service.database import Database
-from registry_service.lookup import any_adapter, live_adapter, live_version, not_found, targets_of
-from registry_service.models import DELETE, UPSERT, Adapter, AdapterVersion
-from registry_service.pages import Page
-from registry_service.registration import Registered, Registrar, Registration, commit_change
-from registry_service.repository import AdapterView, Target
-from shared.auth import Caller, authorize
+from registry_service.lookup import (
+    any_adapter,
+    check_live,
+    not_found,
+    targets_of,
+)
+from registry_service.models import Adapter, AdapterVersion
+from registry_service.records import AdapterRecord
+from registry_service.registration import Registered, Registrar, Registration
+from registry_service.repository import ListQuery, Target
+from registry_service.serving import ShownAdapter, shown
+from registry_service.watch import Batch, Watches, WatchRequest
+from shared.auth import Caller, no_adapter
 from shared.errors import (
     BaseModelMismatch,
-    EtagMismatch,
-    FailedPrecondition,
     RegistryUnavailable,
 )
-from shared.references import Reference, adapter_name
+from shared.references import Reference
 
 MIN_REVISION_WAIT_SECONDS = 2.0
-MIN_REVISION_POLL_SECONDS = 0.05
-MAX_CONFIG_CHARS = 1 << 20
 
 
 class Resolution(NamedTuple):
@@ -41,175 +46,127 @@ class Resolution(NamedTuple):
     revision: int
 
 
-class Changed(NamedTuple):
-    """An adapter after a change, and the revision of the change."""
-
-    view: AdapterView
-    revision: int
-
-
 class RegistryService:
     """Everything that the RPCs do, without protobuf."""
 
-    def __init__(self, database: Database, registrar: Registrar) -> None:
+    def __init__(
+        self,
+        database: Database,
+        registrar: Registrar,
+        log: ChangeLog,
+        cache: AdapterCache,
+        watches: Watches,
+        auto: AutoRegistrar,
+    ) -> None:
         self._database = database
         self._registrar = registrar
+        self._log = log
+        self._cache = cache
+        self._watches = watches
+        self._auto = auto
 
     # ---- adapters
 
     async def register_adapter(self, caller: Caller, request: Registration) -> Registered:
         """See `Registrar.register`."""
-        authorize(caller, request.namespace, "writer")
-        return await self._registrar.register(caller.name, request)
+        registered = await self._registrar.register(caller.name, request)
+        self._cache.forget(request.namespace, request.adapter_id, registered.revision)
+        return registered
 
-    async def resolve(self, caller: Caller, reference: Reference, base_model: str, min_revision: int) -> Resolution:
+    async def resolve(self, reference: Reference, base_model: str, min_revision: int) -> Resolution:
         """What `reference` means, at `min_revision` or later; `base_model` is the id it must be for, if any.
+
+        An unknown adapter is registered first where its namespace's settings say so; see `AutoRegistrar.register`.
 
         Raises:
             AdapterNotFound: metadata names the adapter, version, digest or alias that there is none of.
             BaseModelMismatch: the adapter is for another base model.
             RegistryUnavailable: the revision did not come about in time.
         """
-        authorize(caller, reference.namespace, "reader")
         await self._wait_for(min_revision)
+        record = await self._record(reference)
+        if record is None and self._auto.covers(reference, base_model):
+            await self._auto.register(reference.namespace, reference.adapter)
+            record = await self._record(reference)
+        record = _live(record, reference)
+        adapter = record.adapter
+        if base_model and adapter.base_model != base_model:
+            raise BaseModelMismatch(
+                f"{reference.canonical()} is for base model {adapter.base_model}, not {base_model}",
+                metadata={"base_model": adapter.base_model, "requested": base_model},
+            )
+        alias, targets = await targets_of(self._cache, record, reference)
+        return Resolution(adapter, targets, alias, max(record.revision, self._log.position.revision))
 
-        async def work(session: AsyncSession) -> Resolution:
-            adapter = await live_adapter(session, reference.namespace, reference.adapter)
-            if base_model and adapter.base_model != base_model:
-                raise BaseModelMismatch(
-                    f"{reference.canonical()} is for base model {adapter.base_model}, not {base_model}",
-                    metadata={"base_model": adapter.base_model, "requested": base_model},
-                )
-            alias, targets = await targets_of(session, adapter, reference)
-            return Resolution(adapter, targets, alias, await repository.revision(session))
+    def watch(self, caller: Caller, request: WatchRequest) -> AsyncIterator[Batch]:
+        """See `Watches.watch`."""
+        return self._watches.watch(caller, request)
 
-        return await self._database.read(work)
-
-    async def get_adapter(self, caller: Caller, namespace: str, name: str) -> AdapterView:
+    async def get_adapter(self, namespace: str, name: str) -> ShownAdapter:
         """One adapter, also a deleted one."""
-        authorize(caller, namespace, "reader")
 
-        async def work(session: AsyncSession) -> AdapterView:
+        async def work(session: AsyncSession) -> ShownAdapter:
             adapter = await any_adapter(session, namespace, name)
-            return (await repository.views(session, [adapter]))[0]
+            views = await repository.views(session, [adapter])
+            return (await shown(session, views, datetime.now(UTC)))[0]
 
         return await self._database.read(work)
 
-    async def list_adapters(
-        self, caller: Caller, namespace: str, page: Page, *, show_deleted: bool
-    ) -> list[AdapterView]:
-        """Adapters by name, one more than the page's size if there are more; namespace "" is all that may be seen."""
-        if namespace:
-            authorize(caller, namespace, "reader")
-        namespaces = [namespace] if namespace else sorted(ns for ns, roles in caller.roles.items() if "reader" in roles)
-        after = (str(page.after[0]), str(page.after[1])) if page.after else ("", "")
+    async def list_adapters(self, caller: Caller, namespace: str, listed: ListQuery) -> list[ShownAdapter]:
+        """Adapters in the query's order; namespace "" is all that may be seen."""
+        namespaces = frozenset([namespace]) if namespace else caller.namespaces(["reader"])
 
-        async def work(session: AsyncSession) -> list[AdapterView]:
-            limit = page.size + 1
-            found = await repository.adapters(session, namespaces, after, limit, show_deleted=show_deleted)
-            return await repository.views(session, found)
+        async def work(session: AsyncSession) -> list[ShownAdapter]:
+            found = await repository.adapters(session, namespaces, listed)
+            return await shown(session, await repository.views(session, found), datetime.now(UTC))
 
         return await self._database.read(work)
-
-    async def delete_adapter(self, caller: Caller, namespace: str, name: str, etag: str) -> Changed:
-        """Marks an adapter as deleted. Its versions and aliases stay, for an undelete."""
-        authorize(caller, namespace, "writer")
-
-        async def work(session: AsyncSession) -> Changed:
-            adapter = await live_adapter(session, namespace, name, lock=True)
-            _check_etag(adapter, etag)
-            adapter.delete_time = datetime.now(UTC)
-            return await _changed(session, adapter, DELETE, adapter.delete_time)
-
-        return await self._database.write(work)
-
-    async def undelete_adapter(self, caller: Caller, namespace: str, name: str) -> Changed:
-        """Takes a deletion back: the adapter resolves again, with the versions and aliases that it had.
-
-        Raises:
-            AdapterNotFound: there is no such adapter, not even a deleted one.
-            FailedPrecondition: it is not deleted.
-        """
-        authorize(caller, namespace, "writer")
-
-        async def work(session: AsyncSession) -> Changed:
-            adapter = await any_adapter(session, namespace, name, lock=True)
-            if adapter.delete_time is None:
-                resource = adapter_name(namespace, name)
-                raise FailedPrecondition(f"adapter {resource} is not deleted", metadata={"adapter": resource})
-            adapter.delete_time = adapter.purge_time = None
-            return await _changed(session, adapter, UPSERT, datetime.now(UTC))
-
-        return await self._database.write(work)
-
-    async def set_alias(self, caller: Caller, alias: Reference, version: int, weight: float, etag: str) -> Changed:
-        """Points an alias at one live version."""
-        authorize(caller, alias.namespace, "writer")
-
-        async def work(session: AsyncSession) -> Changed:
-            adapter = await live_adapter(session, alias.namespace, alias.adapter, lock=True)
-            _check_etag(adapter, etag)
-            target = await live_version(session, adapter, version)
-            now = datetime.now(UTC)
-            assert alias.alias is not None
-            await repository.set_alias(session, adapter.uid, alias.alias, [(target.number, weight)], now)
-            return await _changed(session, adapter, UPSERT, now)
-
-        return await self._database.write(work)
 
     # ---- versions
 
-    async def get_version(self, caller: Caller, reference: Reference) -> tuple[Adapter, AdapterVersion]:
+    async def get_version(self, reference: Reference) -> tuple[Adapter, AdapterVersion]:
         """One version; by number also a deleted one, or one of a deleted adapter."""
-        authorize(caller, reference.namespace, "reader")
+        number = reference.version
+        if number is None:
+            record = _live(await self._record(reference), reference)
+            return record.adapter, (await targets_of(self._cache, record, reference))[1][0].version
 
         async def work(session: AsyncSession) -> tuple[Adapter, AdapterVersion]:
-            if reference.version is None:
-                adapter = await live_adapter(session, reference.namespace, reference.adapter)
-                return adapter, (await targets_of(session, adapter, reference))[1][0].version
             adapter = await any_adapter(session, reference.namespace, reference.adapter)
-            version = await repository.version(session, adapter.uid, reference.version)
+            version = await repository.version(session, adapter.uid, number)
             if version is None:
-                raise not_found(adapter, "version", str(reference.version))
+                raise not_found(adapter, "version", str(number))
             return adapter, version
 
         return await self._database.read(work)
 
     async def list_versions(
-        self, caller: Caller, namespace: str, name: str, page: Page, *, show_deleted: bool
+        self, namespace: str, name: str, listed: ListQuery
     ) -> tuple[Adapter, Sequence[AdapterVersion]]:
-        """Versions, newest first, one more than the page's size if there are more."""
-        authorize(caller, namespace, "reader")
-        before = int(page.after[0]) if page.after else None
+        """Versions of an adapter, also of a deleted one, in the query's order."""
 
         async def work(session: AsyncSession) -> tuple[Adapter, Sequence[AdapterVersion]]:
             adapter = await any_adapter(session, namespace, name)
-            limit = page.size + 1
-            return adapter, await repository.versions(session, adapter.uid, before, limit, show_deleted=show_deleted)
+            return adapter, await repository.versions(session, adapter.uid, listed)
 
         return await self._database.read(work)
 
+    async def _record(self, reference: Reference) -> AdapterRecord | None:
+        return await self._cache.get(reference.namespace, reference.adapter, is_current=self._log.is_current())
+
     async def _wait_for(self, min_revision: int) -> None:
         """Returns once this registry sees the revision; another replica's commit may take a moment to show."""
-        deadline = asyncio.get_running_loop().time() + MIN_REVISION_WAIT_SECONDS
-        while min_revision > 0 and await self._database.read(repository.revision) < min_revision:
-            if asyncio.get_running_loop().time() > deadline:
-                raise RegistryUnavailable(
-                    f"revision {min_revision} is not there yet",
-                    metadata={"min_revision": str(min_revision)},
-                    retry_after=1,
-                )
-            await asyncio.sleep(MIN_REVISION_POLL_SECONDS)
+        is_behind = min_revision > self._log.position.revision
+        if is_behind and not await self._log.reaches(min_revision, MIN_REVISION_WAIT_SECONDS):
+            raise RegistryUnavailable(
+                f"revision {min_revision} is not there yet",
+                metadata={"min_revision": str(min_revision)},
+                retry_after=1,
+            )
 
 
-async def _changed(session: AsyncSession, adapter: Adapter, kind: str, now: datetime) -> Changed:
-    revision = await commit_change(session, adapter, kind, now)
-    (view,) = await repository.views(session, [adapter])
-    return Changed(view, revision)
-
-
-def _check_etag(adapter: Adapter, etag: str) -> None:
-    if etag and etag != adapter.etag:
-        raise EtagMismatch(
-            f"adapter {adapter.name} was changed meanwhile: read it again", metadata={"etag": adapter.etag}
-        )
+def _live(record: AdapterRecord | None, reference: Reference) -> AdapterRecord:
+    if record is None:
+        raise no_adapter(reference.namespace, reference.adapter)
+    check_live(record.adapter)
+    return record

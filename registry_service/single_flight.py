@@ -15,6 +15,12 @@ class SingleFlight(Generic[T]):
     def __init__(self) -> None:
         self._flights: dict[Hashable, tuple[str, asyncio.Future[T]]] = {}
 
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._flights
+
     async def run(self, key: Hashable, request_hash: str, work: Callable[[], Awaitable[T]]) -> T:
         """The result of `work`, or of the work already running under `key`.
 

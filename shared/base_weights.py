@@ -41,6 +41,11 @@ def fingerprint_with_weights(raw_config: Mapping[str, Any], folder: Path) -> str
     return f"sha256:{hasher.hexdigest()}"
 
 
+def dummy_fingerprint(raw_config: Mapping[str, Any], seed: int) -> str:
+    """`sha256:HEX` that stands for random weights of this shape and seed; no checkpoint has it."""
+    return f"sha256:{hashlib.sha256(f'{fingerprint(raw_config)} dummy {seed}'.encode()).hexdigest()}"
+
+
 def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint: those its index names, or the single one. InvalidArgument if none."""
     index = folder / INDEX

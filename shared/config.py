@@ -2,7 +2,8 @@
 
 A field's default, type and `metadata={"help": …}` say all there is to know about a setting: `load` reads it and
 `options` lists it for a command line. Types: str, int, float, bool, Path, Literal of strings, tuple[str, ...],
-dict[str, str], and any of these `| None`. Further metadata: `flag` (the flag's name where it is not the field's) and
+dict[str, str], and any of these `| None`; or a dict of dataclasses of these: tables `[field.NAME]` in the TOML file.
+Further metadata: `flag` (the flag's name where it is not the field's), `is_secret` (no message repeats the value) and
 `check`, a function that returns None for a good value and else what was expected.
 """
 
@@ -11,7 +12,7 @@ import math
 import re
 import tomllib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -44,7 +45,7 @@ class ConfigError(ValueError):
 class Option(NamedTuple):
     """One setting as a command line offers it. `kind` is str, int, float, bool or Path, of one element if `repeated`.
 
-    `mapping` says that each value is NAME=VALUE.
+    `mapping` says that each value is NAME=VALUE; `is_table` that only a TOML file can give it.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Option(NamedTuple):
     choices: tuple[str, ...] = ()
     repeated: bool = False
     mapping: bool = False
+    is_table: bool = False
 
 
 class _Type(NamedTuple):
@@ -63,10 +65,15 @@ class _Type(NamedTuple):
     repeated: bool
     mapping: bool
     optional: bool
+    is_table: bool = False
 
 
 class _Wrong(Exception):
-    """What was expected instead of a value."""
+    """What was expected instead of a value. `article` comes before the value."""
+
+    def __init__(self, expected: str, raw: Any, article: str = "") -> None:
+        super().__init__(f"expected {expected}, is {article}{raw!r:.100}")
+        self.expected = f"expected {expected}"
 
 
 def options(cls: type[Any]) -> list[Option]:
@@ -82,6 +89,7 @@ def options(cls: type[Any]) -> list[Option]:
             kinds[field.name].choices,
             kinds[field.name].repeated,
             kinds[field.name].mapping,
+            kinds[field.name].is_table,
         )
         for field in dataclasses.fields(cls)
     ]
@@ -105,24 +113,57 @@ def load(cls: type[T], *, toml: Path | None, env: Mapping[str, str], prefix: str
             expected.
     """
     problems: list[Problem] = []
-    kinds = _types(cls)
-    checks = {field.name: field.metadata.get("check") for field in dataclasses.fields(cast(Any, cls))}
-    values: dict[str, Any] = {}
     missing = {option.name: option.flag for option in options(cls) if option.default is dataclasses.MISSING}
-    for given in _given(toml, env, prefix, _by_flag(cls, flags), problems):
-        missing.pop(given.name, None)
-        if given.name not in kinds:
-            expected = f"no such setting; there are {', '.join(sorted(kinds))}"
-            problems.append(Problem(given.label, given.origin, expected))
-            continue
-        try:
-            values[given.name] = _checked(_read(given, kinds[given.name]), checks[given.name])
-        except _Wrong as wrong:
-            problems.append(Problem(given.label, given.origin, str(wrong)))
+    values = _values(cls, _given(toml, env, prefix, _by_flag(cls, flags), problems), missing, problems)
     problems.extend(Problem(flag, "not given", "is required") for flag in missing.values())
     if problems:
         raise ConfigError(problems)
     return cls(**values)
+
+
+def _values(
+    cls: type[Any], given: Sequence["_Given"], missing: dict[str, str], problems: list[Problem]
+) -> dict[str, Any]:
+    """What `given` says of the fields of `cls`. Takes what was given out of `missing` and notes every problem."""
+    kinds = _types(cls)
+    metadata = {field.name: field.metadata for field in dataclasses.fields(cls)}
+    values: dict[str, Any] = {}
+    for item in given:
+        missing.pop(item.name, None)
+        if item.name not in kinds:
+            expected = f"no such setting; there are {', '.join(sorted(kinds))}"
+            problems.append(Problem(item.label, item.origin, expected))
+        elif kinds[item.name].is_table:
+            values[item.name] = _tables(item, kinds[item.name].kind, problems)
+        else:
+            about = metadata[item.name]
+            try:
+                values[item.name] = _checked(_read(item, kinds[item.name]), about.get("check"))
+            except _Wrong as wrong:
+                said = wrong.expected if about.get("is_secret") else str(wrong)
+                problems.append(Problem(item.label, item.origin, said))
+    return values
+
+
+def _tables(given: "_Given", cls: type[Any], problems: list[Problem]) -> dict[str, Any]:
+    """One object of `cls` for each table `[given.NAME]`."""
+    found: dict[str, Any] = {}
+    if not given.is_typed or not isinstance(given.raw, Mapping):
+        problems.append(Problem(given.label, given.origin, "expected tables in the TOML file"))
+        return found
+    for name, table in given.raw.items():
+        label = f"{given.label}.{name}"
+        if not isinstance(table, Mapping):
+            problems.append(Problem(label, given.origin, "expected a table"))
+            continue
+        missing = {o.name: f"{label}.{o.name}" for o in options(cls) if o.default is dataclasses.MISSING}
+        items = [_Given(f"{label}.{key}", key, raw, given.origin, is_typed=True) for key, raw in table.items()]
+        before = len(problems)
+        values = _values(cls, items, missing, problems)
+        problems.extend(Problem(key, given.origin, "is required") for key in missing.values())
+        if len(problems) == before:
+            found[name] = cls(**values)
+    return found
 
 
 class _Given(NamedTuple):
@@ -187,6 +228,8 @@ def _type(hint: Any) -> _Type:
         return _Type(str, get_args(hint), repeated=False, mapping=False, optional=False)
     if get_origin(hint) is tuple:
         return _Type(str, (), repeated=True, mapping=False, optional=False)
+    if get_origin(hint) is dict and dataclasses.is_dataclass(inner := get_args(hint)[1]):
+        return _Type(cast(type, inner), (), repeated=True, mapping=True, optional=False, is_table=True)
     if get_origin(hint) is dict:
         return _Type(str, (), repeated=True, mapping=True, optional=False)
     return _Type(hint, (), repeated=False, mapping=False, optional=False)
@@ -199,7 +242,7 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
 def _checked(value: Any, check: Callable[[Any], str | None] | None) -> Any:
     expected = check(value) if check is not None and value is not None else None
     if expected is not None:
-        raise _Wrong(f"expected {expected}, is {value!r:.100}")
+        raise _Wrong(expected, value)
     return value
 
 
@@ -209,7 +252,7 @@ def _read(given: _Given, kind: _Type) -> Any:
     if kind.repeated:
         return _strings(given.raw)
     if given.is_typed and isinstance(given.raw, str) and kind.kind in (int, float, bool):
-        raise _Wrong(f"expected {_named(kind)}, is the string {given.raw!r:.100}")
+        raise _Wrong(_named(kind), given.raw, "the string ")
     return _scalar(given.raw, kind)
 
 
@@ -219,7 +262,7 @@ def _scalar(raw: Any, kind: _Type) -> Any:
         value = float(value)
     is_right = isinstance(value, kind.kind) and (kind.kind is bool or not isinstance(value, bool))
     if not is_right or (kind.choices and value not in kind.choices):
-        raise _Wrong(f"expected {_named(kind)}, is {raw!r:.100}")
+        raise _Wrong(_named(kind), raw)
     return value
 
 
@@ -246,16 +289,16 @@ def _named(kind: _Type) -> str:
 def _strings(raw: Any) -> tuple[str, ...]:
     items = [item.strip() for item in raw.split(",") if item.strip()] if isinstance(raw, str) else raw
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-        raise _Wrong(f"expected a list of strings, is {raw!r:.100}")
+        raise _Wrong("a list of strings", raw)
     return tuple(items)
 
 
 def _mapping(raw: Any) -> dict[str, str]:
     if isinstance(raw, Mapping):
         if not all(isinstance(key, str) and isinstance(value, str) for key, value in raw.items()):
-            raise _Wrong(f"expected a table of strings, is {raw!r:.100}")
+            raise _Wrong("a table of strings", raw)
         return dict(raw)
     pairs = [item.partition("=") for item in _strings(raw)]
     if not all(name and equals for name, equals, _ in pairs):
-        raise _Wrong(f"expected NAME=VALUE, is {raw!r:.100}")
+        raise _Wrong("NAME=VALUE", raw)
     return {name: value for name, _, value in pairs}

@@ -27,6 +27,7 @@
     │   ├── QueueFull                               QUEUE_FULL
     │   ├── TenantQuota                             TENANT_QUOTA
     │   ├── AdapterMemory                           ADAPTER_MEMORY
+    │   ├── WatchTooSlow                            WATCH_TOO_SLOW
     │   └── NamespaceQuota                          NAMESPACE_QUOTA
     ├── Unavailable             UNAVAILABLE
     │   ├── SourceUnavailable                       SOURCE_UNAVAILABLE
@@ -211,6 +212,12 @@ class TenantQuota(ResourceExhausted):
 
 class AdapterMemory(ResourceExhausted):
     reason = "ADAPTER_MEMORY"
+
+
+class WatchTooSlow(ResourceExhausted):
+    """The caller did not keep up with the changes; it may resume."""
+
+    reason = "WATCH_TOO_SLOW"
 
 
 class NamespaceQuota(ResourceExhausted):

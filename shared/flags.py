@@ -20,7 +20,7 @@ def flag_parser(
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the same settings")
     for option in options(cls):
-        if names is None or option.name in names:
+        if not option.is_table and (names is None or option.name in names):
             _add(parser, option)
     return parser
 

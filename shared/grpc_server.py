@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from shared.auth.gate import AccessGate
 from shared.errors import InvalidArgument
 from shared.interceptors import ErrorInterceptor
 from shared.listening import check_listen
@@ -60,11 +61,12 @@ class Readiness:
 
 @dataclass
 class BoundServer:
-    """A server that has its port but has not started."""
+    """A server that has its port but has not started. `health`: the one of Health alone, which has, if there is one."""
 
     server: grpc.aio.Server
     port: int
     readiness: Readiness
+    health: grpc.aio.Server | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -75,15 +77,21 @@ async def create_server(
     *,
     reuse_port: bool = False,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    gate: AccessGate | None = None,
+    credentials: grpc.ServerCredentials | None = None,
+    health_listen: str = "",
 ) -> BoundServer:
     """Binds `listen` ("host:port", port 0 = any free one). Readiness starts as NOT_SERVING.
+
+    `gate`: who may call what; None lets in everybody, to handlers that do not ask. `credentials`: of TLS.
+    `health_listen`: where Health is served as well, by itself and in the clear; empty: nowhere.
 
     Raises:
         InvalidArgument: the address is taken or not ours.
     """
     await asyncio.to_thread(check_listen, listen, reuse_port=reuse_port)
     server = grpc.aio.server(
-        interceptors=[ErrorInterceptor()],
+        interceptors=[ErrorInterceptor(), *([gate] if gate else [])],
         options=[
             ("grpc.so_reuseport", int(reuse_port)),
             ("grpc.max_receive_message_length", max_message_bytes),
@@ -98,11 +106,28 @@ async def create_server(
     health_pb2_grpc.add_HealthServicer_to_server(readiness.servicer, server)
     reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     try:
-        port = server.add_insecure_port(listen)
+        port = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
+        health_server = await _serve_health(health_listen, readiness, reuse_port) if health_listen else None
     except RuntimeError as error:
         await server.stop(None)
         raise InvalidArgument.of("listen", f"cannot listen on {listen}: is the address in use?") from error
-    return BoundServer(server, port, readiness)
+    except InvalidArgument:
+        await server.stop(None)
+        raise
+    return BoundServer(server, port, readiness, health_server)
+
+
+async def _serve_health(listen: str, readiness: Readiness, reuse_port: bool) -> grpc.aio.Server:
+    """Starts a server of Health alone. Raises InvalidArgument (field `health_listen`): the address is taken."""
+    server = grpc.aio.server(options=[("grpc.so_reuseport", int(reuse_port)), *_PINGS])
+    health_pb2_grpc.add_HealthServicer_to_server(readiness.servicer, server)
+    try:
+        server.add_insecure_port(listen)
+    except RuntimeError as error:
+        await server.stop(None)
+        raise InvalidArgument.of("health_listen", f"cannot listen on {listen}: is the address in use?") from error
+    await server.start()
+    return server
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:
@@ -119,3 +144,5 @@ async def drain(bound: BoundServer, grace: float) -> None:
     await asyncio.sleep(_WATCH_FLUSH_SECONDS)
     bound.readiness.servicer.stopping.set()
     await bound.server.stop(grace)
+    if bound.health is not None:
+        await bound.health.stop(None)

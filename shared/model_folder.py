@@ -1,18 +1,22 @@
 """Where a base model lies: a folder on this machine, or a snapshot of a Hugging Face repository."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from shared.errors import InvalidArgument, SourceUnavailable
 
 # What is read of a Hub repository. `consolidated*` is a second copy of the weights in another naming.
-ALLOWED = ("*.json", "*.safetensors", "*.jinja")
+ALLOWED_WITHOUT_WEIGHTS = ("*.json", "*.jinja")
+ALLOWED = (*ALLOWED_WITHOUT_WEIGHTS, "*.safetensors")
 IGNORED = ("consolidated*", "original/*", "*/*")
 
 
-def resolve_model(name_or_path: str) -> Path:
+def resolve_model(name_or_path: str, *, with_weights: bool = True) -> Path:
     """The folder of a base model: `name_or_path` itself if it is one, else a download (or cached copy) from the Hub.
+
+    Without weights only the configuration and the tokenizer are downloaded.
 
     Raises:
         InvalidArgument: neither a folder with a config.json nor a Hub repository one can read (field `model`).
@@ -25,16 +29,16 @@ def resolve_model(name_or_path: str) -> Path:
         return folder.resolve()
     if name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") != 1:
         raise InvalidArgument.of("model", f"{name_or_path!r:.200} is neither a folder nor a Hub id (ORG/NAME)")
-    return _download(name_or_path)
+    return _download(name_or_path, ALLOWED if with_weights else ALLOWED_WITHOUT_WEIGHTS)
 
 
-def _download(repository: str) -> Path:
+def _download(repository: str, allowed: tuple[str, ...]) -> Path:
     # Imported here because it takes half a second that a folder never needs.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     try:
-        found = snapshot_download(repository, allow_patterns=list(ALLOWED), ignore_patterns=list(IGNORED))
+        found = snapshot_download(repository, allow_patterns=list(allowed), ignore_patterns=list(IGNORED))
     except (HFValidationError, RepositoryNotFoundError) as error:
         advice = "no such folder here, and no such repository on the Hub that you may read"
         raise InvalidArgument.of("model", f"{repository}: {advice}") from error
@@ -74,3 +78,16 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidArgument.of(path.name, "must be a JSON object")
     return value
+
+
+def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Those of the files `names` that a model folder has. Raises InvalidArgument naming one that cannot be read."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = (folder / name).read_bytes()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise InvalidArgument.of(name, f"cannot be read: {error.strerror}") from error
+    return found

@@ -1,5 +1,6 @@
 # The registry service: no torch. Build from the repository's root:
 #   docker build -f deploy/docker/registry.Dockerfile -t loraplex-registry .
+# A release gives BASE with its digest, as it gives the images' to kustomize.
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS build
@@ -14,9 +15,12 @@ RUN python -m venv /opt/loraplex && /opt/loraplex/bin/pip install --no-cache-dir
 
 FROM ${BASE}
 COPY --from=build /opt/loraplex /opt/loraplex
-ENV PATH=/opt/loraplex/bin:$PATH HOME=/var/lib/loraplex TMPDIR=/tmp PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/loraplex/bin:/usr/local/bin:/usr/bin:/bin \
+    HOME=/var/lib/loraplex \
+    TMPDIR=/tmp \
+    PYTHONDONTWRITEBYTECODE=1
 WORKDIR /var/lib/loraplex
 USER 65532:65532
 EXPOSE 50051
 ENTRYPOINT ["python", "-m", "registry_service"]
-CMD ["--listen=0.0.0.0:50051"]
+CMD ["serve", "--listen=0.0.0.0:50051"]

@@ -7,6 +7,6 @@ fetcher.py          downloads an adapter from its pinned sources into the disk c
 packer.py           adapter files → one blob as it lies on the device   (conversion.py: dtypes)
 store.py            which blobs lie where in the host arena             (host_arena.py)
 flights.py          one attempt at a time per key, failures remembered for a moment
-loader.py           all of the above in order: resolve, fetch, stage
+loader.py           all of the above in order: resolve, fetch, stage     (counters.py: how often, how long, how far)
 process.py          the process around it; client.py: how an API process talks to it
 """

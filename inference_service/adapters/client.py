@@ -3,19 +3,26 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from inference_service.stats import AdapterStats
 from inference_service.types import (
     Acquired,
     AcquireFailed,
+    AwaitResidency,
+    BlendPart,
     DropStaged,
+    GetStats,
     ListStaged,
     Prepare,
+    PrepareBlend,
     PreparedAdapter,
+    ReadTexts,
     Reply,
     Resolve,
     StagedAdapter,
@@ -26,12 +33,19 @@ from shared.errors import Internal, SourceUnavailable, from_record
 
 log = logging.getLogger(__name__)
 
+_ATTEMPTS = 2  # no more: what kills the adapter process may be this very call
+
+
+class _ProcessDied(Exception):
+    """The adapter process ended before it answered."""
+
 
 class AdapterClient:
     """One DEALER socket to the adapter process. Use `start`, inside the event loop that will use it.
 
     Calls wait as long as it takes: a caller's deadline is its cancellation. While the adapter process restarts, calls
-    queue; the supervisor's word that it died must become `adapters_down`, for ZeroMQ reports no dead peer.
+    queue, and those that it had not answered are made once more; the supervisor's word that it died must become
+    `adapters_down`, for ZeroMQ reports no dead peer.
     """
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
@@ -63,6 +77,27 @@ class AdapterClient:
             raise Internal("internal error", metadata={"reference": reference})
         return reply.adapter
 
+    async def prepare_blend(self, parts: Sequence[BlendPart], choice_key: str = "") -> PreparedAdapter:
+        """As `prepare`, of the weighted sum of several adapters.
+
+        Raises:
+            LoraplexError: the reason why not; InvalidArgument and UnsupportedAdapter name the part.
+        """
+        call_id = next(self._call_ids)
+        reply = await self._call(call_id, PrepareBlend(call_id, tuple(parts), choice_key))
+        if reply.adapter is None:
+            raise Internal("internal error (the blend is missing)")
+        return reply.adapter
+
+    async def read_texts(self, digest: str) -> dict[str, bytes]:
+        """The tokenizer and chat-template files of an adapter that was prepared, by name.
+
+        Raises:
+            LoraplexError: the reason why not.
+        """
+        call_id = next(self._call_ids)
+        return (await self._call(call_id, ReadTexts(call_id, digest))).texts
+
     async def resolve(self, reference: str) -> str:
         """The digest that a canonical reference means now; nothing is fetched.
 
@@ -84,20 +119,54 @@ class AdapterClient:
         call_id = next(self._call_ids)
         return (await self._call(call_id, ListStaged(call_id, tuple(digests)))).staged
 
+    async def names(self, digests: Sequence[str]) -> dict[str, list[str]]:
+        """The versions that each of `digests` was resolved from on this machine, in resource names; none is one too."""
+        call_id = next(self._call_ids)
+        found: dict[str, list[str]] = {digest: [] for digest in digests}
+        for adapter in (await self._call(call_id, ListStaged(call_id, tuple(digests), names_only=True))).staged:
+            found[adapter.digest].append(adapter.version)
+        return found
+
+    async def stats(self) -> AdapterStats:
+        """How the adapter process is doing."""
+        call_id = next(self._call_ids)
+        stats = (await self._call(call_id, GetStats(call_id))).adapter_stats
+        if stats is None:
+            raise Internal("internal error (the adapter process's statistics are missing)")
+        return stats
+
+    async def await_residency(self, seconds: float) -> None:
+        """Returns when the adapters that the registry wants here are here, at the latest after some seconds.
+
+        Raises:
+            SourceUnavailable: the adapter process died twice meanwhile.
+        """
+        call_id = next(self._call_ids)
+        await self._call(call_id, AwaitResidency(call_id, seconds))
+
     def adapters_down(self) -> None:
-        """The adapter process died: every call in flight fails with SourceUnavailable."""
+        """The adapter process died: calls in flight are made again; those for the second time fail."""
+        self._fail_waiting(_ProcessDied())
+
+    def _fail_waiting(self, error: Exception) -> None:
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(SourceUnavailable("the adapter process restarts", retry_after=1.0))
+                waiting.set_exception(error)
 
     async def close(self) -> None:
         """Fail what is in flight and close the socket."""
-        self.adapters_down()
+        self._fail_waiting(SourceUnavailable("the replica is stopping", retry_after=1.0))
         self._receiver.cancel()
         await asyncio.gather(self._receiver, return_exceptions=True)
         self._socket.close()
 
     async def _call(self, call_id: int, message: msgspec.Struct) -> Reply:
+        for _ in range(_ATTEMPTS):
+            with suppress(_ProcessDied):
+                return await self._ask(call_id, message)
+        raise SourceUnavailable("the adapter process restarts", retry_after=1.0)
+
+    async def _ask(self, call_id: int, message: msgspec.Struct) -> Reply:
         waiting: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = waiting
         try:

@@ -9,29 +9,47 @@ from shared.adapter_format.reasons import tensor_invalid
 
 # What an array of each dtype is stored as in a blob.
 STORAGE: dict[str, type[np.generic]] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
-_FILE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FILE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_PIECE = 32 << 10  # numbers whose intermediate forms stay in a core's cache
 
 
-def convert(tensor: str, data: memoryview, source: str, target: str) -> NDArray[Any]:
-    """The finite numbers in `data` as a flat array of `STORAGE[target]`, rounded to nearest, ties to even.
+def convert(tensor: str, data: memoryview, source: str, target: str, out: NDArray[Any]) -> None:
+    """Write the finite numbers in `data` to `out`, rounded to nearest, ties to even.
 
     Args:
         tensor: Name for the error.
+        data: As many numbers as `out` has, in the order of its rows.
         source: F32, F16 or BF16: how `data` holds them, little-endian.
         target: float32, float16 or bfloat16.
+        out: `[rows, columns]` of `STORAGE[target]`, with any strides.
 
     Raises:
         AdapterInvalid: a number is beyond the range of `target`.
     """
-    dtype = _FILE_NAMES[source]
-    numbers: NDArray[Any] = np.frombuffer(data, STORAGE[dtype])
+    dtype = FILE_NAMES[source]
+    numbers: NDArray[Any] = np.frombuffer(data, STORAGE[dtype]).reshape(out.shape)
     if dtype == target:
-        return numbers
+        out[:] = numbers
+        return
+    rows = max(_PIECE // out.shape[1], 1)
+    for start in range(0, len(out), rows):
+        piece = _converted(tensor, numbers[start : start + rows], dtype, target)
+        out[start : start + rows] = piece
+
+
+def widened(numbers: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """What an array of `STORAGE[dtype]` holds, as float32."""
     if dtype == "bfloat16":
-        numbers = (numbers.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return (numbers.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return numbers.astype(np.float32, copy=False)
+
+
+def _converted(tensor: str, numbers: NDArray[Any], source: str, target: str) -> NDArray[Any]:
+    if source == "bfloat16":
+        numbers = widened(numbers, source)
     if target == "bfloat16":
         result = _to_bfloat16(numbers.astype(np.float32, copy=False).view(np.uint32))
-        overflows = dtype == "float32" and bool((result & np.uint16(0x7F80) == 0x7F80).any())
+        overflows = source == "float32" and bool((result & np.uint16(0x7F80) == 0x7F80).any())
     else:
         with np.errstate(over="ignore"):
             result = numbers.astype(STORAGE[target], copy=False)

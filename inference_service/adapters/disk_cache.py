@@ -40,6 +40,7 @@ class DiskCache:
 
     def __init__(self, root: Path, budget: int) -> None:
         self._budget = budget
+        self.num_evicted = 0
         self.root = root
         self._folders = root / "sha256"
         self._lock = Lock()
@@ -53,6 +54,11 @@ class DiskCache:
             pass
         self.names = AdapterNames(root / "names")
 
+    @property
+    def budget(self) -> int:
+        """Bytes it may hold."""
+        return self._budget
+
     @contextmanager
     def held(self, digest: str) -> Iterator[None]:
         """While it lasts, the adapter is not evicted, whether it is here yet or not."""
@@ -65,6 +71,11 @@ class DiskCache:
                 self._held[digest] -= 1
                 if not self._held[digest]:
                     del self._held[digest]
+
+    def has(self, digest: str) -> bool:
+        """Whether the adapter's folder was here when it was last looked at; never waits for the disk."""
+        with self._lock:
+            return digest in self._sizes
 
     def find(self, digest: str, files: Sequence[FileEntry]) -> Path | None:
         """The adapter's folder, if it holds the files at their sizes; it counts as used now.
@@ -127,8 +138,7 @@ class DiskCache:
         """
         with self._lock:
             victims, _ = self._idle(nbytes)
-            for digest in victims:
-                del self._sizes[digest]
+            self._forget(victims)
         for digest in victims:
             self._delete(digest)
         return bool(victims)
@@ -149,9 +159,13 @@ class DiskCache:
         if over > 0 and nbytes:
             message = f"the disk cache has no room for {nbytes} bytes beside the adapters in use"
             raise AdapterMemory(message, metadata={"tier": "disk"}, retry_after=BUSY_RETRY_SECONDS)
+        self._forget(victims)
+        return victims
+
+    def _forget(self, victims: list[str]) -> None:
+        self.num_evicted += len(victims)
         for digest in victims:
             del self._sizes[digest]
-        return victims
 
     @contextmanager
     def new_folder(self, nbytes: int) -> Iterator[Path]:

@@ -5,12 +5,13 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from inference_service.adapters.disk_cache import DiskCache
+from inference_service.adapters.download import download, ignore, mismatch
 from inference_service.adapters.resolution import ResolvedVersion
 from shared.digest import FileEntry
 from shared.errors import (
@@ -24,7 +25,9 @@ from shared.errors import (
     SourceUnavailable,
     Unavailable,
 )
-from shared.sources.resolver import PinnedSource, Source, open_source
+from shared.references import parse_version_name
+from shared.sources.policy import SourcePolicy
+from shared.sources.resolver import PinnedSource, RangedSource, Source, SourceFile, open_source
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +46,7 @@ class _VolumeFull(AdapterMemory):
 
 
 class Fetcher:
-    """Fetches into `cache`; `roots` are the folders that `file://ROOT/…` may name. Calls block and may run in threads.
+    """Fetches into `cache` what `policy` lets adapters' namespaces read. Calls block and may run in threads.
 
     Two threads must not fetch the same digest at a time; two processes may.
     """
@@ -51,22 +54,26 @@ class Fetcher:
     def __init__(
         self,
         cache: DiskCache,
-        roots: Mapping[str, Path],
-        open_source: Callable[[str, Mapping[str, Path]], Source] = _OPEN_SOURCE,
+        policy: SourcePolicy,
+        open_source: Callable[[PinnedSource, str, SourcePolicy, threading.Event], Source] = _OPEN_SOURCE,
     ) -> None:
         self._cache = cache
-        self._roots = roots
+        self._policy = policy
         self._open_source = open_source
         self._is_closing = threading.Event()
 
-    def fetch(self, version: ResolvedVersion) -> Path:
+    def fetch(self, version: ResolvedVersion, on_bytes: Callable[[int], None] = ignore) -> Path:
         """The folder with the version's files: the cached one, else downloaded from the first source that has them.
 
         Only what is downloaded here is verified here; a cached folder is verified by whoever reads it.
 
+        Args:
+            version: Which files, and from where.
+            on_bytes: Told of bytes downloaded, as they are, on this thread.
+
         Raises:
             DigestMismatch: what the sources hold is not what was registered.
-            SourceNotFound, SourceForbidden, SourceUnavailable: no source could be read.
+            SourceNotFound, SourceForbidden, SourceUnavailable, CredentialNotAllowed: no source could be read.
             AdapterMemory: the disk, or the cache's budget, is full.
             CacheUnavailable: the cache's folder cannot be written.
         """
@@ -77,7 +84,7 @@ class Fetcher:
         failures: list[LoraplexError] = []
         for source in version.sources:
             try:
-                return self._download_making_room(version, source)
+                return self._download_making_room(version, source, on_bytes)
             except (AdapterMemory, CacheUnavailable, Draining):
                 raise
             except LoraplexError as error:
@@ -89,27 +96,31 @@ class Fetcher:
         """Makes running downloads end soon, with `Draining`."""
         self._is_closing.set()
 
-    def _download_making_room(self, version: ResolvedVersion, pinned: PinnedSource) -> Path:
+    def _download_making_room(
+        self, version: ResolvedVersion, pinned: PinnedSource, on_bytes: Callable[[int], None]
+    ) -> Path:
         """Once more without the idle adapters, should the volume be full before the cache's budget is."""
         try:
-            return self._download(version, pinned)
+            return self._download(version, pinned, on_bytes)
         except _VolumeFull:
             if not self._cache.evict(sum(file.size for file in version.files)):
                 raise
-        return self._download(version, pinned)
+        return self._download(version, pinned, on_bytes)
 
-    def _download(self, version: ResolvedVersion, pinned: PinnedSource) -> Path:
+    def _download(self, version: ResolvedVersion, pinned: PinnedSource, on_bytes: Callable[[int], None]) -> Path:
+        namespace = parse_version_name(version.name, "version.name").namespace
         try:
-            source = self._open_source(pinned.uri, self._roots)
+            source = self._open_source(pinned, namespace, self._policy, self._is_closing)
         except InvalidArgument as error:
             message = f"this replica cannot open {pinned.uri}: {error.message}"
             raise SourceForbidden(message, metadata={"uri": pinned.uri}) from None
         nbytes = sum(file.size for file in version.files)
         try:
             with self._cache.new_folder(nbytes) as folder:
-                for file in version.files:
-                    with source.open(file.path) as stream, (folder / file.path).open("xb") as target:
-                        self._copy(stream, target, file, pinned.uri)
+                if isinstance(source, RangedSource):
+                    download(source, version.files, folder, pinned.uri, self._is_closing, on_bytes)
+                else:
+                    self._copy_all(source, version.files, folder, pinned.uri, on_bytes)
                 return self._cache.install(version.digest, folder, nbytes)
         except OSError as error:
             message = f"the disk cache {self._cache.root} (--cache-dir) cannot be written: {error.strerror}"
@@ -118,7 +129,21 @@ class Fetcher:
                 raise _VolumeFull(message, metadata=metadata, retry_after=_FULL_RETRY_SECONDS) from None
             raise CacheUnavailable(message, metadata=metadata) from None
 
-    def _copy(self, stream: BinaryIO, target: BinaryIO, file: FileEntry, uri: str) -> None:
+    def _copy_all(
+        self,
+        source: Source,
+        files: tuple[FileEntry, ...],
+        folder: Path,
+        uri: str,
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        for file in files:
+            with source.open(file.path) as stream, (folder / file.path).open("xb") as target:
+                self._copy(stream, target, file, uri, on_bytes)
+
+    def _copy(
+        self, stream: SourceFile, target: BinaryIO, file: FileEntry, uri: str, on_bytes: Callable[[int], None]
+    ) -> None:
         """Copy exactly the file of the manifest, or raise DigestMismatch; never reads more than a byte too many."""
         hasher = hashlib.sha256()
         left = file.size
@@ -127,28 +152,24 @@ class Fetcher:
                 raise Draining("the replica is stopping")
             left -= len(piece)
             if left < 0:
-                raise _mismatch(file, uri, f"has more than the {file.size} bytes that were registered")
+                raise mismatch(file, uri, f"has more than the {file.size} bytes that were registered")
             hasher.update(piece)
             target.write(piece)
+            on_bytes(len(piece))
         if left:
-            raise _mismatch(file, uri, f"has {file.size - left} bytes instead of the {file.size} that were registered")
+            raise mismatch(file, uri, f"has {file.size - left} bytes instead of the {file.size} that were registered")
         if hasher.hexdigest() != file.sha256:
-            raise _mismatch(file, uri, "is not what was registered")
+            raise mismatch(file, uri, "is not what was registered")
         target.flush()
         os.fsync(target.fileno())
 
 
-def _read(stream: BinaryIO, count: int, file: FileEntry, uri: str) -> bytes:
+def _read(stream: SourceFile, count: int, file: FileEntry, uri: str) -> bytes:
     try:
         return stream.read(count)
     except OSError as error:
         message = f"{file.path} in {uri} cannot be read: {error.strerror}"
         raise SourceUnavailable(message, metadata={"uri": uri, "file": file.path}) from None
-
-
-def _mismatch(file: FileEntry, uri: str, problem: str) -> DigestMismatch:
-    metadata = {"uri": uri, "file": file.path, "sha256": file.sha256}
-    return DigestMismatch(f"{file.path} in {uri} {problem}", metadata=metadata)
 
 
 def _most_telling(version: ResolvedVersion, failures: list[LoraplexError]) -> LoraplexError:

@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
+import msgspec
+
 from shared.errors import ErrorRecord, Internal, LoraplexError, from_record
 
 T = TypeVar("T")
@@ -20,7 +22,8 @@ class Flights(Generic[T]):
     """Attempts in the air by key.
 
     Args:
-        memory: Seconds for which a failure is given to everyone who asks again, without a new attempt.
+        memory: Seconds for which a failure is given to everyone who asks again, without a new attempt; its
+            `retry_after` says how many are left.
         clock: Seconds, monotonic.
     """
 
@@ -51,16 +54,13 @@ class Flights(Generic[T]):
         try:
             return await attempt()
         except LoraplexError as error:
-            self._remember(key, error)
-            return error.record()
+            return self._remember(key, error)
         except Exception as error:
-            internal = unforeseen(error, key)
-            self._remember(key, internal)
-            return internal.record()
+            return self._remember(key, unforeseen(error, key))
         finally:
             del self._tasks[key]
 
-    def _remember(self, key: str, error: LoraplexError) -> None:
+    def _remember(self, key: str, error: LoraplexError) -> ErrorRecord:
         now = self._clock()
         self._failures.pop(key, None)
         while self._failures:
@@ -68,13 +68,21 @@ class Flights(Generic[T]):
             if self._failures[oldest][0] > now and len(self._failures) < MAX_REMEMBERED:
                 break
             del self._failures[oldest]
-        if (seconds := self._memory(error)) > 0:
-            self._failures[key] = (now + seconds, error.record())
+        record, seconds = error.record(), self._memory(error)
+        if seconds <= 0:
+            return record
+        self._failures[key] = (now + seconds, record)
+        return _not_before(seconds, record)
 
     def _raise_remembered(self, key: str) -> None:
         until, record = self._failures.get(key, (0.0, None))
-        if record is not None and self._clock() < until:
-            raise from_record(record)
+        if record is not None and (left := until - self._clock()) > 0:
+            raise from_record(_not_before(left, record))
+
+
+def _not_before(seconds: float, record: ErrorRecord) -> ErrorRecord:
+    """The failure for someone who would only hear it again within `seconds`."""
+    return msgspec.structs.replace(record, retry_after=max(seconds, record.retry_after or 0.0))
 
 
 def unforeseen(error: Exception, what: str) -> Internal:

@@ -1,56 +1,92 @@
 """Adapter files → one blob as it lies on the device: one chunk per layer, every module at its true rank.
 
-    chunk   for each of qkv, o, gate_up, down: the A [rank, in] of its modules, then their B, rank-major [rank, out]
-    blob    the chunks of the layers that have modules, in order
+    chunk   for each of qkv, o, gate_up, down: the A [rank, in] of its modules, then their B, rank-major [rank, out];
+            then the layer's extras (extras.py)
+    blob    the chunk of what lies outside the layers, then those of the layers that the adapter changes, in order
 
-The weights are read once, front to back, and hashed on the way: nothing counts before the hash is right.
+The weights are read once, front to back, and hashed on the way: nothing counts before the hash is right. While one
+thread reads and hashes, which takes longest, others lay out what it has read.
 """
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
 
-from inference_service.adapters.conversion import STORAGE, convert
-from inference_service.types import BlobLayout, ChunkLayout, ModuleLayout
+from inference_service.adapters.base_tensors import BaseTensors
+from inference_service.adapters.conversion import STORAGE
+from inference_service.adapters.dora import GainCache
+from inference_service.adapters.extras import Extras, extra_bytes, needs_base, plan_extras
+from inference_service.adapters.places import BlocksPlace, MatrixPlace, Piece, Place
+from inference_service.adapters.saved_rows import SavedRows, saved_rows
+from inference_service.types import BlobLayout, ChunkLayout, ExtraLayout, ModuleLayout
 from shared.adapter_format.binding import BindingPlan, ModuleBinding, plan
 from shared.adapter_format.config import parse_adapter_config
 from shared.adapter_format.files import CONFIG, WEIGHTS
 from shared.adapter_format.finite import check_finite
 from shared.adapter_format.header import MAX_HEADER_BYTES, TensorInfo, read_header
+from shared.adapter_format.served import check_served
 from shared.base_model import ModelConfig, linear_shape
-from shared.digest import FileEntry
-from shared.errors import DigestMismatch, LoraplexError
+from shared.digest import FileEntry, manifest_digest
+from shared.errors import DigestMismatch, LoraplexError, UnsupportedAdapter
 
 GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))  # qkv, o, gate_up, down: modules that share their input
 _ALIGNMENT = 16
 _PIECE_BYTES = 1 << 20
+_LARGEST_PIECE = 8 << 20  # of a tensor whose rows may be laid out apart
+NO_ROWS = SavedRows()
+_AHEAD = 4  # pieces read, and not laid out yet
 
 
-class _Place(NamedTuple):
-    """Where a tensor goes in the blob, as [rank, columns]; a B, [columns, rank] in the file, is transposed."""
+class _Stored(NamedTuple):
+    """Rows of a tensor in the file, from row `first` on: bytes `begin` up to `end`."""
 
-    offset: int
-    rank: int
-    columns: int
-    is_b: bool
+    name: str
+    dtype: str
+    first: int
+    begin: int
+    end: int
 
 
-def plan_layout(binding: BindingPlan, model: ModelConfig, dtype: str) -> BlobLayout:
-    """Where every module of `binding` goes in a blob of `dtype`; reads no data."""
+def plan_layout(binding: BindingPlan, model: ModelConfig, dtype: str, rows: SavedRows = NO_ROWS) -> BlobLayout:
+    """Where everything of `binding` goes in a blob of `dtype`; reads no data. `rows`: of embedding and head."""
+    modules: defaultdict[int, list[ModuleBinding]] = defaultdict(list)
+    for module in binding.modules:
+        modules[module.layer].append(module)
+    unplaced: defaultdict[int, list[ExtraLayout]] = defaultdict(list)
+    for extra in plan_extras(binding, model, dtype, rows):
+        unplaced[extra.layer].append(extra)
     chunks: list[ChunkLayout] = []
+    extras: list[ExtraLayout] = []
     offset = 0
-    for layer, modules in groupby(binding.modules, key=lambda module: module.layer):
-        chunk = _chunk(layer, offset, list(modules), model, np.dtype(STORAGE[dtype]).itemsize)
-        chunks.append(chunk)
-        offset += chunk.nbytes
-    return BlobLayout(nbytes=offset, rank=binding.rank, dtype=dtype, chunks=tuple(chunks))
+    for layer in sorted(modules.keys() | unplaced.keys()):
+        chunk = _chunk(layer, offset, modules[layer], model, np.dtype(STORAGE[dtype]).itemsize)
+        placed, offset = _placed(unplaced[layer], offset + chunk.nbytes, rows)
+        chunks.append(chunk._replace(nbytes=offset - chunk.offset))
+        extras += placed
+    return BlobLayout(
+        offset, binding.rank, dtype, tuple(chunks), tuple(extras), binding.extra_vocab, binding.activation
+    )
+
+
+def _placed(extras: list[ExtraLayout], end: int, rows: SavedRows) -> tuple[list[ExtraLayout], int]:
+    """One behind the other from `end` on, and where they end. A head that sees the embedding's rows has no others."""
+    placed: list[ExtraLayout] = []
+    for extra in extras:
+        if extra.name in ("head.ids", "head.rows") and rows.head is rows.embed:
+            name = extra.name.replace("head", "embed")
+            placed.append(extra._replace(offset=next(other.offset for other in placed if other.name == name)))
+            continue
+        placed.append(extra._replace(offset=end))
+        end += _aligned(extra_bytes(extra))
+    return placed, end
 
 
 def _chunk(layer: int, offset: int, modules: list[ModuleBinding], model: ModelConfig, item: int) -> ChunkLayout:
@@ -81,6 +117,7 @@ class OpenAdapter:
     layout: BlobLayout
     _model: ModelConfig
     _binding: BindingPlan
+    _extras: Extras
     _tensors: dict[str, TensorInfo]
     _head: bytes
     _weights: FileEntry
@@ -94,57 +131,130 @@ class OpenAdapter:
     ) -> None:
         os.close(self._fd)
 
-    def fill(self, blob: memoryview) -> None:
+    def fill(self, blob: memoryview, workers: Executor, on_read: Callable[[int], None] | None = None) -> None:
         """Write the blob, `layout.nbytes` bytes, padding included. Blocks; on an error `blob` holds anything.
+
+        Args:
+            blob: Where to.
+            workers: Threads that lay out. The caller's is none of them: it waits for them.
+            on_read: Told of bytes read, as they are.
 
         Raises:
             DigestMismatch: the weights are not what was registered, or cannot be read.
             AdapterInvalid: a number is NaN, infinite or beyond the range of the dtype (metadata `tensor`).
+            BaseModelMismatch: the base model's weights are needed, and cannot be read.
         """
         hasher = hashlib.sha256(self._head)
-        buffer = bytearray(max(info.end - info.begin for info in self._tensors.values()))
-        places = self._places()
+        self._clear_padding(blob)
+        runs, places = self._runs(), self._places()
+        buffers = [bytearray(max(run[-1].end - run[0].begin for run in runs)) for _ in range(min(_AHEAD, len(runs)))]
+        writing: deque[Future[None]] = deque()
         try:
-            for name, info in self._tensors.items():
-                data = memoryview(buffer)[: info.end - info.begin]
-                _read_into(self._fd, data, info.begin, self._weights)
+            for index, run in enumerate(runs):
+                if len(writing) == _AHEAD:
+                    writing.popleft().result()  # which also frees its buffer
+                data = memoryview(buffers[index % _AHEAD])[: run[-1].end - run[0].begin]
+                _read_into(self._fd, data, run[0].begin, self._weights)
+                writing.append(workers.submit(self._write, blob, places, run, data))
                 hasher.update(data)
-                check_finite(name, info.dtype, data)
-                self._write(blob, places[name], name, info.dtype, data)
+                if on_read is not None:
+                    on_read(len(data))
+            for written in writing:
+                written.result()
         except LoraplexError:
             _check_hash(self._fd, self._weights)
             raise
+        finally:
+            wait(writing)
         if hasher.hexdigest() != self._weights.sha256:
             raise _damaged(self._weights)
+        self._extras.finish(blob, workers)
 
-    def _places(self) -> dict[str, _Place]:
+    def _clear_padding(self, blob: memoryview) -> None:
+        """Zero the bytes behind every tensor, up to the next."""
+        item = np.dtype(STORAGE[self.layout.dtype]).itemsize
+        ends = [extra.offset + extra_bytes(extra) for extra in self.layout.extras]
+        for chunk in self.layout.chunks:
+            for module in chunk.modules:
+                for offset, size in zip(module[3:], reversed(linear_shape(self._model, module.module)), strict=True):
+                    ends.append(chunk.offset + offset + module.rank * size * item)
+        for end in ends:
+            blob[end : _aligned(end)] = bytes(_aligned(end) - end)
+
+    def _runs(self) -> list[list[_Stored]]:
+        """The tensors in file order, in runs that are read at once."""
+        runs: list[list[_Stored]] = []
+        for name, info in self._tensors.items():
+            for stored in self._parts(name, info):
+                if not runs or stored.end - runs[-1][0].begin > _PIECE_BYTES:
+                    runs.append([])
+                runs[-1].append(stored)
+        return runs
+
+    def _parts(self, name: str, info: TensorInfo) -> Iterator[_Stored]:
+        """One for a tensor of usual size; of larger ones, as whole embeddings are, some rows each."""
+        size = info.end - info.begin
+        if size <= _LARGEST_PIECE or len(info.shape) != 2 or name in self._in_blocks:
+            yield _Stored(name, info.dtype, 0, info.begin, info.end)
+            return
+        row_bytes = size // info.shape[0]
+        step = max(_LARGEST_PIECE // row_bytes, 1)
+        for first in range(0, info.shape[0], step):
+            begin = info.begin + first * row_bytes
+            yield _Stored(name, info.dtype, first, begin, min(begin + step * row_bytes, info.end))
+
+    @property
+    def _in_blocks(self) -> set[str]:
+        return {name for each in self._binding.modules for name in (each.a, each.b) if each.blocks != (1, 1)}
+
+    def _places(self) -> dict[str, list[Place]]:
         tensors = {(module.layer, module.module): module for module in self._binding.modules}
-        places = {}
+        places: defaultdict[str, list[Place]] = defaultdict(list)
         for chunk in self.layout.chunks:
             for layout in chunk.modules:
                 names = tensors[chunk.layer, layout.module]
                 out, columns = linear_shape(self._model, layout.module)
-                places[names.a] = _Place(chunk.offset + layout.a_offset, layout.rank, columns, is_b=False)
-                places[names.b] = _Place(chunk.offset + layout.b_offset, layout.rank, out, is_b=True)
+                a = MatrixPlace(chunk.offset + layout.a_offset, layout.rank, columns, is_b=False)
+                b = MatrixPlace(chunk.offset + layout.b_offset, layout.rank, out, is_b=True)
+                for name, place, num_blocks in zip((names.a, names.b), (a, b), names.blocks, strict=True):
+                    places[name].append(place if num_blocks == 1 else BlocksPlace(place, num_blocks))
+        for name, extra in self._extras.places():
+            places[name].append(extra)
         return places
 
-    def _write(self, blob: memoryview, place: _Place, tensor: str, source: str, data: memoryview) -> None:
-        numbers = convert(tensor, data, source, self.layout.dtype)
-        target = np.frombuffer(blob, numbers.dtype, count=numbers.size, offset=place.offset)
-        if place.is_b:
-            target.reshape(place.rank, place.columns)[:] = numbers.reshape(place.columns, place.rank).T
-        else:
-            target[:] = numbers
-        end = place.offset + target.nbytes
-        blob[end : _aligned(end)] = bytes(_aligned(end) - end)
+    def _write(self, blob: memoryview, places: dict[str, list[Place]], run: list[_Stored], data: memoryview) -> None:
+        """Lay out the tensors of a run, whose bytes are `data`."""
+        for name, dtype, first, begin, end in run:
+            if name not in places:
+                continue  # says nothing that is served: a buffer of training, or a copy of the base model's weights
+            piece = Piece(name, dtype, first, data[begin - run[0].begin : end - run[0].begin])
+            check_finite(name, dtype, piece.data)
+            for place in places[name]:
+                place.write(blob, self.layout.dtype, piece)
 
 
-def open_adapter(folder: Path, files: Sequence[FileEntry], model: ModelConfig, dtype: str) -> OpenAdapter:
+def open_adapter(
+    folder: Path,
+    files: Sequence[FileEntry],
+    model: ModelConfig,
+    dtype: str,
+    base: BaseTensors | None = None,
+    gains: GainCache | None = None,
+) -> OpenAdapter:
     """Open an adapter of which `files` is the manifest, bind it to `model` and plan its blob. Blocks.
+
+    Args:
+        folder: Holds the files.
+        files: What it holds.
+        model: The base model.
+        dtype: Of the blob: float32, float16 or bfloat16.
+        base: The base model's weights, for adapters that count from them; None: there are none on disk.
+        gains: Where what was computed of these is kept.
 
     Raises:
         DigestMismatch: a file is missing, cannot be read, or is not what was registered.
         AdapterInvalid, UnsupportedAdapter: the files are, and yet cannot be served on `model`.
+        BaseModelMismatch: the base model's weights are needed, and cannot be read.
     """
     entries = {entry.path: entry for entry in files}
     config = parse_adapter_config(_read_config(folder / CONFIG, entries[CONFIG]))
@@ -155,13 +265,31 @@ def open_adapter(folder: Path, files: Sequence[FileEntry], model: ModelConfig, d
         try:
             tensors = read_header(lambda offset, length: head[offset : offset + length], weights.size)
             binding = plan(config, tensors, model)
+            check_served(binding)
+            if needs_base(binding):
+                _present(base)
+            rows = saved_rows(
+                binding, tensors, lambda view, offset: _read_into(fd, view, offset, weights), lambda: _present(base)
+            )
         except LoraplexError:
             _check_hash(fd, weights)
             raise
-        return OpenAdapter(plan_layout(binding, model, dtype), model, binding, tensors, head, weights, fd)
+        layout = plan_layout(binding, model, dtype, rows)
+        extras = Extras(binding, model, layout, rows, base, gains, manifest_digest(files))
+        return OpenAdapter(layout, model, binding, extras, tensors, head, weights, fd)
     except BaseException:
         os.close(fd)
         raise
+
+
+def _present(base: BaseTensors | None) -> BaseTensors:
+    if base is None:
+        raise UnsupportedAdapter(
+            "the adapter is packed against the base model's weights, and there are none here: the replica runs on "
+            "random ones, or this is a part of a blend",
+            metadata={"key": "load_format"},
+        )
+    return base
 
 
 def _open(path: Path, entry: FileEntry) -> int:

@@ -21,13 +21,18 @@ import uvloop
 import zmq
 import zmq.asyncio
 
+from inference_service.adapters.base_tensors import BaseTensors
 from inference_service.adapters.config import AdapterProcessConfig, AdapterProcessStart
 from inference_service.adapters.disk_cache import DiskCache
+from inference_service.adapters.dora import GainCache
+from inference_service.adapters.engine_port import EnginePort
 from inference_service.adapters.fetcher import Fetcher
 from inference_service.adapters.flights import unforeseen
 from inference_service.adapters.host_arena import map_host_arena
 from inference_service.adapters.loader import AdapterLoader, Packing, Tiers, Workers
 from inference_service.adapters.registry_client import BaseModelFacts, RegistryClient
+from inference_service.adapters.replica_report import ReplicaReporter
+from inference_service.adapters.residency import Residency
 from inference_service.adapters.resolution import BaseModelIdentity
 from inference_service.adapters.store import HostStore
 from inference_service.types import (
@@ -37,10 +42,14 @@ from inference_service.types import (
     Acquired,
     AcquireFailed,
     AdapterRequest,
+    AwaitResidency,
     DropStaged,
     EngineStarted,
+    GetStats,
     ListStaged,
     Prepare,
+    PrepareBlend,
+    ReadTexts,
     Release,
     Reply,
     Resolve,
@@ -48,24 +57,25 @@ from inference_service.types import (
     encode,
 )
 from shared import log as logs
-from shared.base_model import fingerprint, parse_config
-from shared.base_weights import fingerprint_with_weights
+from shared.base_model import ModelConfig, fingerprint, parse_config
 from shared.errors import InvalidArgument, LoraplexError
 from shared.model_folder import read_json_object
+from shared.sources.policy import SourcePolicy
 
 log = logging.getLogger(__name__)
 
-NUM_FETCHERS = 16
-NUM_PACKERS = 2
+NUM_FETCHERS = 24  # most wait for their sources
+MAX_PACKERS = 4  # threads that read and hash; as many more lay out
 _MAX_QUEUED = 100_000
 
 
 class AdapterServer:
     """Answers the messages of one socket out of one loader."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, loader: AdapterLoader) -> None:
+    def __init__(self, socket: zmq.asyncio.Socket, loader: AdapterLoader, residency: Residency | None = None) -> None:
         self._socket = socket
         self._loader = loader
+        self._residency = residency
         self._tasks: set[asyncio.Task[object]] = set()
         self._acquires: set[asyncio.Task[object]] = set()
 
@@ -84,8 +94,10 @@ class AdapterServer:
 
     def _dispatch(self, identity: bytes, message: AdapterRequest) -> None:
         match message:
-            case Prepare() | Resolve():
+            case Prepare() | PrepareBlend() | ReadTexts() | Resolve():
                 self._start(self._answer(identity, message))
+            case AwaitResidency():
+                self._start(self._await_residency(identity, message))
             case Acquire():
                 task = self._start(self._acquire(identity, message.digest))
                 self._acquires.add(task)
@@ -96,11 +108,16 @@ class AdapterServer:
                 freed = self._loader.drop(message.digest)
                 self._start(self._send(identity, Reply(message.call_id, freed_bytes=freed)))
             case ListStaged():
-                self._start(self._send(identity, Reply(message.call_id, staged=self._loader.staged(message.digests))))
+                find = self._loader.known if message.names_only else self._loader.staged
+                self._start(self._send(identity, Reply(message.call_id, staged=find(message.digests))))
+            case GetStats():
+                self._start(self._send(identity, Reply(message.call_id, adapter_stats=self._loader.stats())))
             case EngineStarted():
                 for task in self._acquires:
                     task.cancel()
                 self._loader.engine_started()
+                if self._residency is not None:
+                    self._residency.engine_started()
 
     def _start(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         task = asyncio.get_running_loop().create_task(work)
@@ -108,18 +125,30 @@ class AdapterServer:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _answer(self, identity: bytes, message: Prepare | Resolve) -> None:
+    async def _answer(self, identity: bytes, message: Prepare | PrepareBlend | ReadTexts | Resolve) -> None:
         try:
-            if isinstance(message, Prepare):
-                adapter = await self._loader.prepare(message.reference, message.choice_key)
-                reply = Reply(message.call_id, adapter=adapter)
-            else:
-                reply = Reply(message.call_id, digest=await self._loader.resolve(message.reference))
+            reply = await self._reply(message)
         except LoraplexError as error:
             reply = Reply(message.call_id, error=error.record())
         except Exception as error:
-            reply = Reply(message.call_id, error=unforeseen(error, message.reference).record())
+            reply = Reply(message.call_id, error=unforeseen(error, repr(message)).record())
         await self._send(identity, reply)
+
+    async def _reply(self, message: Prepare | PrepareBlend | ReadTexts | Resolve) -> Reply:
+        match message:
+            case Prepare(call_id, reference, choice_key):
+                return Reply(call_id, adapter=await self._loader.prepare(reference, choice_key))
+            case PrepareBlend(call_id, parts, choice_key):
+                return Reply(call_id, adapter=await self._loader.prepare_blend(parts, choice_key))
+            case ReadTexts(call_id, digest):
+                return Reply(call_id, texts=await self._loader.read_texts(digest))
+            case Resolve(call_id, reference):
+                return Reply(call_id, digest=await self._loader.resolve(reference))
+
+    async def _await_residency(self, identity: bytes, message: AwaitResidency) -> None:
+        if self._residency is not None and not await self._residency.settle(message.seconds):
+            log.warning("not every adapter that is wanted here came in time", extra={"seconds": message.seconds})
+        await self._send(identity, Reply(message.call_id))
 
     async def _acquire(self, identity: bytes, digest: str) -> None:
         try:
@@ -153,19 +182,34 @@ async def serve(start: AdapterProcessStart, stop: asyncio.Event) -> None:
     folder = Path(start.config.model_folder)
     raw_config = read_json_object(folder / "config.json")
     base_model = BaseModelIdentity(start.config.base_model, fingerprint(raw_config))
-    registry = RegistryClient(start.config.registry, base_model, max_stale=start.config.max_stale)
+    registry = RegistryClient(
+        start.config.registry,
+        base_model,
+        identity=start.config.registry_identity,
+        max_stale=start.config.max_stale,
+    )
     loop = asyncio.get_running_loop()
     async with _loader(start, registry) as loader, _router(start.address) as socket:
+        engine = EnginePort(start.engine_address) if start.engine_address else None
+        residency = Residency(loader, engine) if engine else None
         tasks = [
-            loop.create_task(AdapterServer(socket, loader).run()),
-            loop.create_task(_register(registry, base_model, raw_config, folder)),
+            loop.create_task(AdapterServer(socket, loader, residency).run()),
+            loop.create_task(registry.keep_registered(_facts(start.config, base_model))),
+            loop.create_task(registry.keep_watching(residency)),
         ]
+        if residency is not None:
+            tasks.append(loop.create_task(residency.run()))
+        if residency is not None and start.config.replica:
+            reporter = ReplicaReporter(start.config.replica, base_model.id, residency, registry.report)
+            tasks.append(loop.create_task(reporter.run()))
         print(READY_LINE, flush=True)
         stopping = loop.create_task(stop.wait())
         done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
         for task in (*tasks, stopping):
             task.cancel()
         await asyncio.gather(*tasks, stopping, return_exceptions=True)
+        if engine is not None:
+            await engine.close()
         await registry.close()
         for task in done:
             task.result()
@@ -176,15 +220,22 @@ async def _loader(start: AdapterProcessStart, registry: RegistryClient) -> Async
     config = start.config
     model = parse_config(read_json_object(Path(config.model_folder) / "config.json"))
     cache = DiskCache(Path(config.cache_dir), config.disk_bytes)
-    fetcher = Fetcher(cache, {name: Path(folder) for name, folder in config.file_roots.items()})
+    roots = {name: Path(folder) for name, folder in config.file_roots.items()}
+    policy = SourcePolicy(roots, config.credentials, config.allowed_sources, config.allowed_endpoints)
+    fetcher = Fetcher(cache, policy)
     arena = map_host_arena(start.host_arena_fd)
-    workers = Workers(ThreadPoolExecutor(NUM_FETCHERS, "fetch"), ThreadPoolExecutor(NUM_PACKERS, "pack"))
+    num_packers = min(MAX_PACKERS, os.cpu_count() or 1)
+    workers = Workers(
+        ThreadPoolExecutor(NUM_FETCHERS, "fetch"),
+        ThreadPoolExecutor(num_packers, "pack"),
+        ThreadPoolExecutor(num_packers, "layout"),
+    )
     try:
         yield AdapterLoader(
             registry,
             fetcher,
             Tiers(cache, HostStore(len(arena)), arena),
-            Packing(model, config.dtype),
+            Packing(model, config.dtype, _base_tensors(config, model), GainCache(Path(config.cache_dir) / "gains")),
             workers,
             is_arena_free=not start.wait_for_engine,
         )
@@ -193,6 +244,12 @@ async def _loader(start: AdapterProcessStart, registry: RegistryClient) -> Async
         for pool in workers:
             pool.shutdown(wait=True, cancel_futures=True)
         cache.close()
+
+
+def _base_tensors(config: AdapterProcessConfig, model: ModelConfig) -> BaseTensors | None:
+    if not config.has_weights:
+        return None
+    return BaseTensors(Path(config.model_folder), model, config.dtype, config.weights_fingerprint)
 
 
 @asynccontextmanager
@@ -212,16 +269,9 @@ async def _router(address: str) -> AsyncIterator[zmq.asyncio.Socket]:
         context.term()
 
 
-async def _register(
-    registry: RegistryClient, base_model: BaseModelIdentity, raw_config: dict[str, Any], folder: Path
-) -> None:
-    text = (folder / "config.json").read_text()
-    try:
-        weights = await asyncio.to_thread(fingerprint_with_weights, raw_config, folder)
-    except (LoraplexError, OSError) as error:
-        log.error("the base model is registered without its weights' fingerprint: %s", error)
-        weights = ""
-    await registry.keep_registered(BaseModelFacts(base_model.id, text, base_model.fingerprint, weights))
+def _facts(config: AdapterProcessConfig, base_model: BaseModelIdentity) -> BaseModelFacts:
+    text = Path(config.model_folder, "config.json").read_text()
+    return BaseModelFacts(base_model.id, text, base_model.fingerprint, config.weights_fingerprint)
 
 
 async def _run(start: AdapterProcessStart) -> None:

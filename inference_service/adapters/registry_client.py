@@ -5,39 +5,27 @@ import json
 import logging
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import grpc
-from google.protobuf.message import DecodeError
 
+from inference_service.adapters.answers import Answer, Answers
 from inference_service.adapters.flights import Flights
+from inference_service.adapters.registry_errors import NOT_KNOWN, NOT_YET, VERDICTS, error_of, unreachable
 from inference_service.adapters.resolution import BaseModelIdentity, Resolution, ResolvedVersion, read_resolution
+from inference_service.adapters.watch import AdapterWatch, Listener
 from loraplex.registry.v1 import registry_pb2
 from loraplex.registry.v1.registry_pb2_grpc import AdapterRegistryServiceStub
-from shared.errors import (
-    AdapterDeleted,
-    BaseModelConflict,
-    FailedPrecondition,
-    InvalidArgument,
-    LoraplexError,
-    NotFound,
-    PermissionDenied,
-    RegistryUnavailable,
-    Unauthenticated,
-)
-from shared.status import from_rpc_error
+from shared.channel import NOBODY, ClientIdentity, open_channel
+from shared.errors import BaseModelConflict, LoraplexError, RegistryUnavailable
 
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT = 3.0
 FAILURE_MEMORY = 1.0
 PATIENCE = 0.25  # seconds that a caller with an expired answer waits for a new one
-MAX_ANSWERS = 50_000
 _FIRST_DELAY, _LONGEST_DELAY, _SETTLED_DELAY = 0.2, 5.0, 60.0
-# What the registry says about the reference itself. Any other failure is the registry's, and says nothing about it.
-_VERDICTS = (InvalidArgument, NotFound, FailedPrecondition, AdapterDeleted, PermissionDenied, Unauthenticated)
 _SERVICE_CONFIG = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
 _KEEPALIVE_SECONDS = 30.0  # more than the 5 s between pings that `shared.grpc_server` asks for
 _CHANNEL_OPTIONS = (
@@ -50,11 +38,6 @@ _CHANNEL_OPTIONS = (
 )
 
 RegistrationState = Literal["pending", "registered", "conflict", "refused", "unreachable"]
-
-
-class _Answer(NamedTuple):
-    resolution: Resolution
-    asked_at: float
 
 
 class BaseModelFacts(NamedTuple):
@@ -72,6 +55,7 @@ class RegistryClient:
     Args:
         address: host:port, or a gRPC target URI.
         base_model: What adapters must be for.
+        identity: How this replica shows the registry who it is.
         max_stale: Seconds since it was given for which an answer serves while the registry is unreachable.
         keepalive: Seconds between pings of an idle connection, which tell that the registry's machine is gone.
         clock: Seconds, monotonic.
@@ -82,6 +66,7 @@ class RegistryClient:
         address: str,
         base_model: BaseModelIdentity,
         *,
+        identity: ClientIdentity = NOBODY,
         max_stale: float = 3600.0,
         keepalive: float = _KEEPALIVE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
@@ -92,36 +77,51 @@ class RegistryClient:
         self._clock = clock
         target = address if "://" in address or address.startswith("unix:") else f"dns:///{address}"
         options = (("grpc.keepalive_time_ms", int(1e3 * keepalive)), *_CHANNEL_OPTIONS)
-        self._channel = grpc.aio.insecure_channel(target, options=options)
+        self._channel = open_channel(target, identity, options)
         self._stub = AdapterRegistryServiceStub(self._channel)
-        self._answers: OrderedDict[str, _Answer] = OrderedDict()
+        self._answers = Answers(max_stale, clock)
         self._flights: Flights[Resolution] = Flights(lambda _: FAILURE_MEMORY, clock)
         self._refreshes: set[asyncio.Task[None]] = set()
         self._is_down = False
         self._came_back = asyncio.Event()
 
+    @property
+    def revision(self) -> int:
+        """The highest that the registry has told."""
+        return self._answers.revision
+
+    async def keep_watching(self, listener: Listener | None = None) -> None:
+        """Hears of changes until cancelled, so that answers are right without being asked for again."""
+        await AdapterWatch(self._stub, self._base_model.id, self._answers, listener).run()
+
+    async def report(self, request: registry_pb2.ReportReplicaStateRequest) -> registry_pb2.ReportReplicaStateResponse:
+        """Tells what this replica holds. Raises what the registry says, or RegistryUnavailable."""
+        try:
+            return await self._stub.ReportReplicaState(request, timeout=CALL_TIMEOUT)
+        except grpc.aio.AioRpcError as rpc_error:
+            raise error_of(rpc_error) from None
+
     async def resolve(self, reference: str, choice_key: str = "") -> ResolvedVersion:
         """The version that the canonical `reference` means now, chosen by `choice_key` where there are several.
 
-        Whoever finds an answer expired waits a moment for a new one and then takes the old one, if it is young enough;
-        while the registry is unreachable, it is taken at once. The new one arrives in the background.
+        Whoever finds an answer expired or changed waits a moment for a new one and then takes the old one, if it is
+        young enough; while the registry is unreachable, it is taken at once. The new one arrives in the background.
 
         Raises:
             RegistryUnavailable: no answer, and none remembered that is young enough.
             LoraplexError: what the registry says of the reference (AdapterNotFound, BaseModelMismatch …).
         """
-        answer, now = self._answers.get(reference), self._clock()
-        if answer is not None and now < answer.asked_at + answer.resolution.ttl:
-            self._answers.move_to_end(reference)
+        answer = self._answers.find(reference)
+        if answer is not None and self._answers.is_believed(reference, answer):
             return answer.resolution.choose(choice_key)
-        stale = answer if answer is not None and now <= answer.asked_at + self._max_stale else None
+        stale = answer if answer is not None and self._answers.may_serve(answer) else None
         if stale is not None and self._is_down:
             self._refresh_soon(reference)
             return stale.resolution.choose(choice_key)
         try:
             async with asyncio.timeout(None if stale is None else PATIENCE):
-                resolution = await self._flights.run(reference, lambda: self._ask(reference))
-        except (RegistryUnavailable, TimeoutError):
+                resolution = await self._flight(reference)
+        except (RegistryUnavailable, *NOT_YET, TimeoutError):
             if stale is None:
                 raise
             resolution = stale.resolution
@@ -130,7 +130,7 @@ class RegistryClient:
     def _refresh_soon(self, reference: str) -> None:
         async def refresh() -> None:
             try:
-                await self._flights.run(reference, lambda: self._ask(reference))
+                await self._flight(reference)
             except LoraplexError as error:
                 log.debug("refreshing %s: %s", reference, error)
 
@@ -138,39 +138,43 @@ class RegistryClient:
         self._refreshes.add(task)
         task.add_done_callback(self._refreshes.discard)
 
-    async def _ask(self, reference: str) -> Resolution:
+    async def _flight(self, reference: str) -> Resolution:
+        """A new answer; neither one that was asked for before the last change nor a failure of then."""
+        revision = self._answers.required_revision(reference)
+        return await self._flights.run(f"{reference} {revision}", lambda: self._ask(reference, revision))
+
+    async def _ask(self, reference: str, min_revision: int) -> Resolution:
         asked_at = self._clock()
         try:
-            response = await self._call(reference)
+            response = await self._call(reference, min_revision)
             resolution = read_resolution(response, reference, self._base_model)
-        except RegistryUnavailable:
+        except (RegistryUnavailable, *NOT_YET):
             raise
         except LoraplexError:
-            self._answers.pop(reference, None)
+            self._answers.drop(reference)
             raise
-        self._answers[reference] = _Answer(resolution, asked_at)
-        self._answers.move_to_end(reference)
-        if len(self._answers) > MAX_ANSWERS:
-            self._answers.popitem(last=False)
+        self._answers.put(reference, Answer(resolution, asked_at, response.registry_revision))
         return resolution
 
-    async def _call(self, reference: str) -> registry_pb2.ResolveAdapterResponse:
-        request = registry_pb2.ResolveAdapterRequest(reference=reference, base_model=self._base_model.id)
+    async def _call(self, reference: str, min_revision: int) -> registry_pb2.ResolveAdapterResponse:
+        request = registry_pb2.ResolveAdapterRequest(
+            reference=reference, base_model=self._base_model.id, min_revision=min_revision
+        )
         try:
             response = await self._stub.ResolveAdapter(request, timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError as rpc_error:
-            error = _error_of(rpc_error)
-            if isinstance(error, _VERDICTS):
+            error = error_of(rpc_error)
+            if isinstance(error, (*VERDICTS, *NOT_YET)):
                 self._came_up()
                 raise error from None
             self._went_down(error)
-            raise RegistryUnavailable(_unreachable(error), retry_after=FAILURE_MEMORY) from None
+            raise RegistryUnavailable(unreachable(error), retry_after=FAILURE_MEMORY) from None
         self._came_up()
         return response
 
     def _went_down(self, error: LoraplexError) -> None:
         if not self._is_down:
-            log.warning("%s; answers up to %g s old go on serving", _unreachable(error), self._max_stale)
+            log.warning("%s; answers up to %g s old go on serving", unreachable(error), self._max_stale)
         self._is_down = True
 
     def _came_up(self) -> None:
@@ -207,14 +211,14 @@ class RegistryClient:
         try:
             await self._stub.RegisterBaseModel(request, timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError as rpc_error:
-            error = _error_of(rpc_error)
+            error = error_of(rpc_error)
             if isinstance(error, BaseModelConflict):
                 log.error("base model %s: the registry has another one of this name: %s", request.id, error)
                 return "conflict"
-            if isinstance(error, _VERDICTS):
+            if isinstance(error, (*VERDICTS, *NOT_KNOWN)):
                 log.error("base model %s: the registry refuses it: %s", request.id, error)
                 return "refused"
-            log.debug("registering base model %s: %s", request.id, _unreachable(error))
+            log.debug("registering base model %s: %s", request.id, unreachable(error))
             return "unreachable"
         return "registered"
 
@@ -230,14 +234,3 @@ class RegistryClient:
         for task in self._refreshes:
             task.cancel()
         await self._channel.close(grace=None)
-
-
-def _error_of(rpc_error: grpc.aio.AioRpcError) -> LoraplexError:
-    try:
-        return from_rpc_error(rpc_error)
-    except (ValueError, DecodeError) as malformed:  # details that are no status, or another one than the call's
-        return RegistryUnavailable(f"malformed error details: {malformed!s:.100}")
-
-
-def _unreachable(error: LoraplexError) -> str:
-    return f"the registry is unreachable ({error.code}: {error.message:.200})"

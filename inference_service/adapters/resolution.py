@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shared.adapter_format.files import CONFIG, WEIGHTS
+from shared.adapter_format.texts import MAX_BYTES
 from shared.digest import FileEntry, check_digest, manifest_digest
 from shared.errors import BaseModelMismatch, DigestMismatch, InvalidArgument, RegistryUnavailable
 from shared.references import base_model_name, parse_reference, parse_version_name
-from shared.sources.resolver import PinnedSource
+from shared.sources.resolver import PinnedObject, PinnedSource
 from shared.weighted_choice import choose
-
-_TOKENIZER, _CHAT_TEMPLATE = "tokenizer.json", "chat_template.jinja"
 
 
 class BaseModelIdentity(NamedTuple):
@@ -36,14 +35,9 @@ class ResolvedVersion(NamedTuple):
     rank: int
 
     @property
-    def has_tokenizer(self) -> bool:
-        """Whether the adapter brings a tokenizer of its own."""
-        return any(file.path == _TOKENIZER for file in self.files)
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the adapter brings a chat template of its own."""
-        return any(file.path == _CHAT_TEMPLATE for file in self.files)
+    def texts(self) -> tuple[FileEntry, ...]:
+        """The tokenizer and chat-template files that the adapter brings."""
+        return tuple(file for file in self.files if file.path in MAX_BYTES)
 
 
 class Resolution(NamedTuple):
@@ -106,9 +100,14 @@ def _version(message: Any, adapter_uid: str) -> ResolvedVersion:
         adapter_uid=adapter_uid,
         digest=digest,
         files=files,
-        sources=tuple(PinnedSource(source.uri, source.revision) for source in message.pinned_sources),
+        sources=tuple(_pinned(source) for source in message.pinned_sources),
         rank=message.lora_config.rank,
     )
+
+
+def _pinned(source: Any) -> PinnedSource:
+    objects = tuple(PinnedObject(item.path, item.version_id, item.etag) for item in source.objects)
+    return PinnedSource(source.uri, source.revision, objects, source.credential_ref)
 
 
 def _check_answers(resolution: Resolution, reference: str) -> None:

@@ -1,11 +1,12 @@
 """The host tier: which packed blobs lie where in the host arena, and which may go when room is needed."""
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from inference_service.lora.gaps import Range, coalesce, complement, fit, round_up
+from inference_service.stats import Usage
 from inference_service.types import BlobLayout
 from shared.errors import AdapterMemory
 
@@ -33,11 +34,41 @@ class _Entry:
         return self.is_ready and not self.references
 
 
+class _Part(NamedTuple):
+    """A blob, or a gap, without a digest. `age`: 0 for the blob used the longest ago, then 1 …; None: it must stay."""
+
+    span: Range
+    digest: str
+    age: int | None
+
+
+def _oldest_neighbours(parts: Iterable[_Part], need: int) -> list[str]:
+    """Blobs whose going leaves a gap of `need` bytes: of all such runs, the one whose youngest blob is the oldest."""
+    best: tuple[list[int], list[str]] = ([], [])
+    run: deque[_Part] = deque()
+    size = 0
+    for part in parts:
+        if part.age is None:
+            run.clear()
+            size = 0
+            continue
+        run.append(part)
+        size += part.span.size
+        while size - run[0].span.size >= need:
+            size -= run.popleft().span.size
+        if size >= need:
+            ages = sorted((member.age for member in run if member.age is not None), reverse=True)
+            if not best[0] or ages < best[0]:
+                best = ages, [member.digest for member in run if member.digest]
+    return best[1]
+
+
 class HostStore:
     """An LRU over `nbytes` of arena. What is being filled or is referenced is never evicted. One thread only."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
+        self.num_evicted = 0
         self._gaps = coalesce([Range(0, nbytes)])
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
 
@@ -49,8 +80,10 @@ class HostStore:
         """
         assert digest not in self._entries
         self._check_possible(digest, layout.nbytes)
-        while (place := fit(self._gaps, [round_up(layout.nbytes)])) is None:
-            self._remove(next(digest for digest, entry in self._entries.items() if entry.is_idle))
+        if fit(self._gaps, [round_up(layout.nbytes)]) is None:
+            self._evict_for(round_up(layout.nbytes))
+        place = fit(self._gaps, [round_up(layout.nbytes)])
+        assert place is not None
         self._gaps = place.gaps
         blob = StagedBlob(place.offsets[0], layout)
         self._entries[digest] = _Entry(blob)
@@ -113,6 +146,16 @@ class HostStore:
         """Digest and layout of the filled blobs, least recently used first."""
         return ((digest, entry.blob.layout) for digest, entry in self._entries.items() if entry.is_ready)
 
+    @property
+    def usage(self) -> Usage:
+        """Bytes of blobs, and in all."""
+        return Usage(self._nbytes - sum(gap.size for gap in self._gaps), self._nbytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what may not be evicted now."""
+        return sum(_span(entry).size for entry in self._entries.values() if not entry.is_idle)
+
     def check_integrity(self) -> None:
         """Blobs and gaps tile the arena. Raises AssertionError."""
         blobs = [_span(entry) for entry in self._entries.values()]
@@ -131,6 +174,22 @@ class HostStore:
         if fit(complement(busy, total), [need]) is None:
             message = f"no {need} bytes of host memory are free of adapters in use: raise --host-memory, or retry"
             raise AdapterMemory(message, metadata=metadata, retry_after=BUSY_RETRY_SECONDS)
+
+    def _evict_for(self, need: int) -> None:
+        """Make a gap of `need` bytes where blobs have gone that were used the longest ago.
+
+        A blob is one piece, so the least recently used ones alone may not do: neighbours must go.
+        """
+        victims = _oldest_neighbours(self._parts(), need)
+        for digest in victims:
+            self._remove(digest)
+        self.num_evicted += len(victims)
+
+    def _parts(self) -> list[_Part]:
+        """What lies in the arena, in order."""
+        ages = {digest: age for age, digest in enumerate(self._entries)}
+        blobs = [_Part(_span(e), digest, ages[digest] if e.is_idle else None) for digest, e in self._entries.items()]
+        return sorted([*blobs, *(_Part(gap, "", -1) for gap in self._gaps)], key=lambda part: part.span)
 
     def _remove(self, digest: str) -> None:
         self._gaps = coalesce([*self._gaps, _span(self._entries.pop(digest))])

@@ -8,19 +8,47 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 
-def chain_seed(tenant: str, weights_fingerprint: str, adapter_digest: str | None, cache_salt: str) -> bytes:
-    """The root of a hash chain: whatever may not be shared between requests is in it."""
-    parts = (tenant, weights_fingerprint, adapter_digest or "", cache_salt)
+class ChainSeed(NamedTuple):
+    """The roots of a sequence's hash chain.
+
+    From the block with position `start` on, what it holds depends on an adapter that acts from there: then `branch` is
+    mixed in. The blocks before it are those of the base model, and shared with everybody of the same `root`.
+    """
+
+    root: bytes
+    branch: bytes = b""
+    start: int = 0
+
+
+def chain_seed(
+    tenant: str, weights_fingerprint: str, adapter_digest: str | None, cache_salt: str, adapter_start: int = 0
+) -> ChainSeed:
+    """The seed of a hash chain: whatever may not be shared between requests is in it.
+
+    `adapter_start`: the first position that the adapter acts on.
+    """
+    if adapter_digest is None or not adapter_start:
+        return ChainSeed(_hash(tenant, weights_fingerprint, adapter_digest or "", cache_salt))
+    root = _hash(tenant, weights_fingerprint, "", cache_salt)
+    return ChainSeed(root, _hash(adapter_digest, str(adapter_start)), adapter_start)
+
+
+def _hash(*parts: str) -> bytes:
     encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
     return blake2b(b"".join(len(part).to_bytes(8, "little") + part for part in encoded), digest_size=32).digest()
 
 
-def extend_chain(hashes: list[bytes], seed: bytes, token_ids: Sequence[int], block_size: int, num_blocks: int) -> None:
+def extend_chain(
+    hashes: list[bytes], seed: ChainSeed, token_ids: Sequence[int], block_size: int, num_blocks: int
+) -> None:
     """Extend `hashes` in place to the names of the first `num_blocks` full blocks of `token_ids`."""
     for block in range(len(hashes), num_blocks):
-        parent = hashes[-1] if hashes else seed
+        parent = hashes[-1] if hashes else seed.root
+        if seed.branch and block == seed.start // block_size:
+            parent += seed.branch
         tokens = array("i", token_ids[block * block_size : (block + 1) * block_size])
         hashes.append(blake2b(parent + tokens.tobytes(), digest_size=32).digest())
 
@@ -65,6 +93,10 @@ class BlockAllocator:
     def num_free_among(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` would leave the free list if they were acquired."""
         return sum(self._references[block] == 0 for block in blocks)
+
+    def is_held_once(self, block: int) -> bool:
+        """Whether it becomes free with the next `release`."""
+        return self._references[block] == 1
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Refer once more to each of `blocks` (found by name)."""

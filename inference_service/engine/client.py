@@ -8,6 +8,7 @@ import zmq
 import zmq.asyncio
 
 from inference_service.engine.event_queue import Event, EventQueue
+from inference_service.stats import EngineStats
 from inference_service.types import (
     Abort,
     CancelCall,
@@ -15,6 +16,7 @@ from inference_service.types import (
     EngineRequest,
     EngineResponse,
     GenerateSpec,
+    GetStats,
     Hello,
     ListResident,
     LoadAdapter,
@@ -26,9 +28,9 @@ from inference_service.types import (
     decode_engine_response,
     encode,
 )
-from shared.errors import EngineUnavailable, LoraplexError, RequestIdReused, from_record
+from shared.errors import EngineUnavailable, Internal, LoraplexError, RequestIdReused, from_record
 
-Call = LoadAdapter | UnloadAdapter | ListResident
+Call = LoadAdapter | UnloadAdapter | ListResident | GetStats
 RETRY_AFTER_SECONDS = 1.0
 
 
@@ -127,6 +129,13 @@ class EngineClient:
     async def list_resident(self) -> list[ResidentAdapter]:
         """Adapters in slots."""
         return (await self.call(ListResident(self._next_call()))).resident
+
+    async def stats(self) -> EngineStats:
+        """How the engine is doing."""
+        stats = (await self.call(GetStats(self._next_call()))).engine_stats
+        if stats is None:
+            raise Internal("internal error (the engine's statistics are missing)")
+        return stats
 
     async def call(self, message: Call) -> Reply:
         """Send a message with a `call_id` of this client's own and wait for its reply; raises the reply's error."""

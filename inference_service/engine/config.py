@@ -21,11 +21,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_model_len: Prompt and output tokens of one sequence; None for min(model's, 8192).
         max_num_seqs: Sequences in one step.
         max_batched_tokens: Tokens computed in one step; at least `max_num_seqs`.
+        memory_fraction: Share of a GPU's memory that all of this engine fills; what sizes leave unsaid follows from it.
         kv_cache_bytes: Memory for keys and values.
         adapter_memory_bytes: The arena's byte budget.
         max_adapters: Slots.
         threads: torch's threads on a CPU.
         max_queue: Sequences that may wait before QueueFull.
+        adapter_age_limit: Seconds after which an adapter that is waited for makes a resident one go.
+        max_queued_per_tenant: Sequences of one tenant that may wait before TenantQuota; 0 for any number.
+        max_running_per_tenant: Sequences of one tenant in a step; 0 for any number.
+        adapter_bytes_per_tenant: Arena bytes that one tenant's adapters may take; 0 for all.
         seed: Of dummy weights.
     """
 
@@ -38,6 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: int | None = None
     max_batched_tokens: int | None = None
     block_size: int = 16
+    memory_fraction: float = 0.9
     kv_cache_bytes: int | None = None
     adapter_memory_bytes: int | None = None
     max_adapters: int = 128
@@ -45,6 +51,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_caching: bool = True
     seed: int = 0
     max_queue: int = 1024
+    adapter_age_limit: float = 5.0
+    max_queued_per_tenant: int = 0
+    max_running_per_tenant: int = 0
+    adapter_bytes_per_tenant: int = 0
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_adapters", "max_queue"):
@@ -63,6 +73,9 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_batched_tokens: int
     max_queue: int = 1024
+    adapter_age_limit: float = 5.0
+    max_queued_per_tenant: int = 0
+    max_running_per_tenant: int = 0
 
     def __post_init__(self) -> None:
         if self.max_batched_tokens < self.max_num_seqs:
@@ -80,4 +93,7 @@ def limits_for(config: EngineConfig, device: str, max_position: int, kv_tokens: 
         max_num_seqs=max_num_seqs,
         max_batched_tokens=config.max_batched_tokens or max(8192 if cuda else 512, max_num_seqs),
         max_queue=config.max_queue,
+        adapter_age_limit=config.adapter_age_limit,
+        max_queued_per_tenant=config.max_queued_per_tenant,
+        max_running_per_tenant=config.max_running_per_tenant,
     )

@@ -68,11 +68,6 @@ class AdapterControl:
         """As `cancel`, of all its calls."""
         self._forget(lambda its_client, _: its_client == client)
 
-    @property
-    def loading(self) -> list[str]:
-        """Digests that a call waits for."""
-        return [call.digest for _, call in self._loads]
-
     def _forget(self, is_given_up: Callable[[bytes, AdapterCall], bool]) -> None:
         self._loads = [pending for pending in self._loads if not is_given_up(*pending)]
         self._unloads = [pending for pending in self._unloads if not is_given_up(*pending)]

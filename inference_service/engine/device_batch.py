@@ -1,16 +1,19 @@
 """From a schedule to the staged arrays of one step, with numpy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from inference_service.engine.batch import logit_rows
+from inference_service.engine.adjusted_rows import AdjustedRow
+from inference_service.engine.batch import logit_lora, logit_rows
 from inference_service.engine.sampler import GREEDY_BELOW
-from inference_service.engine.step import Chunk, Schedule
-from inference_service.lora.batch import segments
+from inference_service.engine.step import Chunk, Schedule, adapter_runs
+from inference_service.lora.batch import LoraBatch, segments
+from inference_service.model.batch import ForwardBatch
 from kernels.lora import rows_per_chunk
 from kernels.sampling import SamplingRows
 from kernels.table import Segment, chunk_list, max_chunks
@@ -44,8 +47,7 @@ def padded(shape: BatchShape, bucket: int) -> BatchShape:
 
 def segments_of(schedule: Schedule) -> tuple[Segment, ...]:
     """Runs of rows of one adapter."""
-    chunks = schedule.chunks
-    return segments([chunk.sequence.slot for chunk in chunks], [chunk.length for chunk in chunks])
+    return segments(*adapter_runs(schedule.chunks))
 
 
 def fill(
@@ -55,6 +57,7 @@ def fill(
     block_size: int,
     scratch_slot: int,
     sampled_rows: Mapping[int, int],
+    adjusted: Sequence[AdjustedRow],
 ) -> None:
     """Write one step into `arrays` (`staging.fields`). Decode batches are padded to `shape`.
 
@@ -65,6 +68,7 @@ def fill(
         block_size: Tokens of a KV block.
         scratch_slot: Where a recomputed cached token writes its keys and values.
         sampled_rows: Rows of the last step's samples, by id of the sequence: tokens that nobody has read yet.
+        adjusted: For every chunk that samples, in order.
     """
     chunks = schedule.chunks
     lengths = np.fromiter((chunk.length for chunk in chunks), np.int64, len(chunks))
@@ -85,7 +89,12 @@ def fill(
     arrays["query_starts"][: len(chunks) - decodes + 1] = starts[decodes:] - starts[decodes]
     rows = logit_rows(chunks, starts)
     arrays["logit_rows"][: rows.size] = rows
-    _fill_sampling(arrays, [chunk for chunk in chunks if chunk.samples])
+    if shape.num_logit_rows > shape.num_sampled:
+        targets = [token for chunk in chunks for token in targets_of(chunk)]
+        arrays["targets"][: len(targets)] = targets
+    sampled = [chunk for chunk in chunks if chunk.samples]
+    _fill_sampling(arrays, sampled)
+    _fill_adjustments(arrays, sampled, adjusted)
     _pad(arrays, num_tokens, shape)
 
 
@@ -99,6 +108,44 @@ def fill_chunks(arrays: Mapping[str, npt.NDArray[Any]], runs: Sequence[Segment],
 def num_chunks(shape: BatchShape) -> int:
     """Length of the adapters' work list, which depends on the batch's sizes alone."""
     return max_chunks(shape.num_tokens, shape.num_seqs, rows_per_chunk(shape.num_tokens))
+
+
+def plain_batch(
+    on_device: Mapping[str, Tensor], token_ids: Tensor, schedule: Schedule, shape: BatchShape, extras: Container[int]
+) -> ForwardBatch:
+    """The staged step, without padding, for the plain form of the model: as `batch.gather` makes it.
+
+    Args:
+        on_device: What `fill` wrote.
+        token_ids: `[tokens]`, those that the last step sampled included.
+        schedule: What to compute.
+        shape: Of the schedule.
+        extras: Slots of adapters with more than the A and B of linears.
+    """
+    chunks, tokens, seqs = schedule.chunks, shape.num_tokens, shape.num_seqs
+    starts = np.concatenate(([0], np.cumsum([chunk.length for chunk in chunks])))
+    rows = logit_rows(chunks, starts)
+    cpu = torch.device("cpu")  # no work list: such a step runs PyTorch's products
+    lora = LoraBatch.build(*adapter_runs(chunks), cpu, extras)
+    longest = max(len(chunk.sequence.blocks) for chunk in chunks)
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=on_device["positions"][:tokens].long(),
+        kv_slots=on_device["kv_slots"][:tokens],
+        query_starts=tuple(starts.tolist()),
+        context_lens=tuple(chunk.end for chunk in chunks),
+        block_tables=on_device["block_tables"][:seqs, :longest],
+        num_decodes=schedule.num_decodes,
+        logit_rows=on_device["logit_rows"][: shape.num_logit_rows],
+        lora=lora,
+        logit_lora=logit_lora(lora, rows, tokens, extras),
+    )
+
+
+def targets_of(chunk: Chunk) -> list[int]:
+    """The prompt tokens that the chunk's scored positions predict."""
+    scored = chunk.scored_positions
+    return chunk.sequence.token_ids[scored.start + 1 : scored.stop + 1] if scored else []
 
 
 def sampling_rows(on_device: Mapping[str, Tensor], count: int) -> SamplingRows:
@@ -130,6 +177,18 @@ def _fill_sampling(arrays: Mapping[str, npt.NDArray[Any]], chunks: Sequence[Chun
         arrays["top_k"][row], arrays["top_p"][row], arrays["min_p"][row] = s.top_k, s.top_p, s.min_p
         arrays["seed"][row] = (s.seed + SIGNED) % (1 << 64) - SIGNED
         arrays["sample_index"][row], arrays["position"][row] = chunk.sequence.index, chunk.sequence.position
+
+
+def _fill_adjustments(
+    arrays: Mapping[str, npt.NDArray[Any]], chunks: Sequence[Chunk], adjusted: Sequence[AdjustedRow]
+) -> None:
+    scored = [row for row, chunk in enumerate(chunks) if chunk.sequence.request.spec.logprobs is not None]
+    arrays["scored_rows"][: len(scored)] = scored
+    for row, (chunk, (count_row, bias_row)) in enumerate(zip(chunks, adjusted, strict=True)):
+        s = chunk.sequence.request.spec.sampling
+        arrays["repetition"][row], arrays["presence"][row] = s.repetition_penalty, s.presence_penalty
+        arrays["frequency"][row] = s.frequency_penalty
+        arrays["count_rows"][row], arrays["bias_rows"][row] = count_row, bias_row
 
 
 def _pad(arrays: Mapping[str, npt.NDArray[Any]], num_tokens: int, shape: BatchShape) -> None:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
 
 from inference_service.engine.blocks import chain_seed
+from inference_service.engine.counters import EngineCounters
 from inference_service.engine.scheduler import Scheduler
 from inference_service.engine.sequence import Request, Sequence, State, check_spec
 from inference_service.engine.step import NOT_FINITE, Chunk, DeviceLost, PendingStep, Schedule, StepResult
+from inference_service.lora.adapter import AdapterState
 from inference_service.types import (
     GenerateSpec,
     PromptLogprobs,
@@ -38,7 +40,8 @@ class Runner(Protocol):
     vocab_size: int
     eos_ids: tuple[int, ...]
 
-    looks_ahead: bool  # whether a step may be launched before the one before it has been read
+    # Whether a step can be launched before the one before it has been read: the device then never waits for the host.
+    looks_ahead: bool
 
     def launch(self, schedule: Schedule) -> PendingStep:
         """Run a schedule that has chunks.
@@ -62,6 +65,7 @@ class Engine:
         self.runner = runner
         self.scheduler = scheduler
         self.weights_fingerprint = weights_fingerprint
+        self.counters = EngineCounters()
         self._outbox: dict[bytes, StepOutput] = {}
         self._num_received = 0
         self._launched: Launched | None = None
@@ -70,11 +74,11 @@ class Engine:
     def step(self, now: float) -> dict[bytes, StepOutput]:
         """One forward pass at time `now`: what each API process (by name) should hear of it."""
         schedule = self.scheduler.schedule(now)
-        pending = self._guard(schedule, lambda: self.runner.launch(schedule)) if schedule.chunks else None
+        pending = self._guard(schedule, lambda: self._launch(schedule)) if schedule.chunks else None
         self.is_computing = bool(schedule.chunks) or self._launched is not None
         self._complete_launched(now)
         self._launched = Launched(schedule, pending)
-        if pending is None or not self._may_look_ahead(schedule):
+        if pending is None or not self.runner.looks_ahead:
             self._complete_launched(now)
         return self.take_output()
 
@@ -84,9 +88,11 @@ class Engine:
             check_spec(spec, self.runner.vocab_size, self.scheduler.limits.max_model_len)
             if (client, spec.request_id) in self.scheduler.requests:
                 raise RequestIdReused.of("request_id", "is in flight")
-            seed = chain_seed(spec.tenant, self.weights_fingerprint, spec.adapter_digest, spec.cache_salt)
+            fingerprint = self.weights_fingerprint
+            seed = chain_seed(spec.tenant, fingerprint, spec.adapter_digest, spec.cache_salt, spec.adapter_start)
             self._num_received += 1
             self.scheduler.add(Request(spec, client, seed, self._num_received))
+            self.counters.received(spec, self._adapter_state(spec))
         except LoraplexError as error:
             self._output(client).failed.append(RequestFailed(spec.request_id, error.record()))
 
@@ -112,10 +118,6 @@ class Engine:
 
     # ---- one step's parts
 
-    def _may_look_ahead(self, schedule: Schedule) -> bool:
-        """Whether the next step can be launched without this one's tokens; the device then never waits for the host."""
-        return self.runner.looks_ahead and not any(chunk.sequence.request.needs_history for chunk in schedule.chunks)
-
     def _complete_launched(self, now: float) -> None:
         """Read the last launched step, if that has not been done."""
         launched, self._launched = self._launched, None
@@ -124,6 +126,13 @@ class Engine:
         schedule, pending = launched
         result = None if pending is None else self._guard(schedule, pending.result)
         self._postprocess(schedule, result, now)
+
+    def _launch(self, schedule: Schedule) -> PendingStep:
+        """Start a step, whose slots are certainly still those of the adapters that its requests named."""
+        for handle in {chunk.sequence.handle for chunk in schedule.chunks}:
+            if handle is not None:
+                self.scheduler.adapters.check(handle)
+        return self.runner.launch(schedule)
 
     def _guard(self, schedule: Schedule, work: Callable[[], T]) -> T | None:
         """What `work` gives; if it fails, the requests of its step fail, all others go on and the result is None."""
@@ -142,6 +151,7 @@ class Engine:
         for failure in schedule.failed:
             self._put_failure(failure.request, failure.error)
         for request in schedule.started:
+            self.counters.started(request)
             self._output(request.client).started.append(_started(request, now))
         if result is None:
             return
@@ -175,12 +185,16 @@ class Engine:
         scores_only = request.spec.stop.max_tokens == 0
         tokens = [] if scores_only else [token]
         sequence.token_ids += tokens
+        self.counters.generated(request, len(tokens))
         reason, matched = sequence.finish_reason(self.runner.eos_ids, self.scheduler.limits.max_model_len)
         entries = None if request.spec.logprobs is None else [e for e in (logprobs,) if e is not None and tokens]
         delta = SequenceDelta(request.spec.request_id, sequence.index, tokens, entries, reason, matched)
         self._output(request.client).deltas.append(delta)
         if reason is not None:
             self.scheduler.finish(sequence)
+
+    def _adapter_state(self, spec: GenerateSpec) -> AdapterState | None:
+        return None if spec.adapter_digest is None else self.scheduler.adapters.state(spec.adapter_digest)
 
     def _fail(self, request: Request, error: LoraplexError) -> None:
         self.scheduler.drop(request)
@@ -212,9 +226,6 @@ def _started(request: Request, now: float) -> Started:
     """Time in the queue is split into waiting for the adapter and the rest."""
     spec = request.spec
     waited = max(now - spec.arrival, 0.0)
-    ready = request.adapter_ready_at
-    for_adapter = (
-        min(max(ready - spec.arrival, 0.0), waited) if request.waited_for_adapter and ready is not None else 0.0
-    )
+    for_adapter = min(max(request.adapter_ready_at - spec.arrival, 0.0), waited)
     cached = max(sequence.num_cached for sequence in request.sequences)
     return Started(spec.request_id, cached, waited - for_adapter, for_adapter)

@@ -8,9 +8,11 @@ from typing import NamedTuple
 import zmq
 
 from inference_service.engine.control import AdapterControl
+from inference_service.engine.counters import engine_stats
 from inference_service.engine.engine import Engine
 from inference_service.engine.sockets import AdapterSocket, ApiSocket
 from inference_service.lora.adapter import AdapterPool, AdapterState
+from inference_service.stats import EngineStats
 from inference_service.types import (
     Abort,
     Acquired,
@@ -20,6 +22,7 @@ from inference_service.types import (
     EngineReady,
     EngineRequest,
     EngineResponse,
+    GetStats,
     Hello,
     Reply,
     Submit,
@@ -29,7 +32,7 @@ from shared.errors import Internal
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
-COPY_SECONDS = 0.001  # how often a copy under way is looked at while nothing else happens
+COPY_SECONDS = 0.001  # how often a copy is looked at that must end before anything else happens
 MESSAGES_PER_STEP = 256
 
 
@@ -87,6 +90,8 @@ class EngineLoop:
             self._receive_answer(answer)
         if self._parts.adapters.was_lost:
             self._give_up_blobs()
+            if self._parts.adapters.is_connected:
+                self._parts.adapters.start_anew()
         for _ in range(MESSAGES_PER_STEP):
             message = self._parts.api.receive()
             if message is None:
@@ -103,10 +108,16 @@ class EngineLoop:
             case Hello():
                 self._drop(client)  # whatever its predecessor asked for
                 self._send(client, self._parts.ready)
+            case GetStats(call_id):
+                self._send(client, Reply(call_id, engine_stats=self._stats()))
             case CancelCall(call_id):
                 self._parts.control.cancel(client, call_id)
             case _:
                 self._parts.control.receive(client, message)
+
+    def _stats(self) -> EngineStats:
+        engine = self._parts.engine
+        return engine_stats(engine.counters, engine.scheduler, self._parts.pool, time.monotonic())
 
     def _receive_answer(self, answer: AdapterResponse) -> None:
         pool = self._parts.pool
@@ -129,23 +140,21 @@ class EngineLoop:
         What waits for room is forgotten, and asked for again by the requests that want it; copies under way end first.
         """
         adapters, pool = self._parts.adapters, self._parts.pool
-        log.warning("the adapter process is gone; giving %d blobs up", len(adapters.held))
+        if adapters.held:
+            log.warning("the adapter process is gone; giving %d blobs up", len(adapters.held))
         for digest in tuple(adapters.held):
             if pool.state(digest) is AdapterState.PLACING:
                 pool.begin_unload(digest)
         while adapters.held:
             pool.poll()
             time.sleep(COPY_SECONDS)
-        adapters.start_anew()
 
     def _idle_milliseconds(self) -> int:
         """How long to wait for a message when the last step had nothing to compute."""
-        engine, pool, now = self._parts.engine, self._parts.pool, time.monotonic()
-        wanted = {request.spec.adapter_digest for request in engine.scheduler.requests.values()}
-        if any(pool.state(d) is AdapterState.COPYING for d in (*wanted, *self._parts.control.loading) if d):
-            return int(COPY_SECONDS * 1e3)
-        deadline = engine.scheduler.next_deadline()
-        until_deadline = IDLE_SECONDS if deadline is None else deadline - now
+        if self._parts.pool.is_moving:
+            return 0
+        deadline = self._parts.engine.scheduler.next_deadline()
+        until_deadline = IDLE_SECONDS if deadline is None else deadline - time.monotonic()
         return int(1e3 * min(IDLE_SECONDS, max(until_deadline, 0.0))) + 1
 
 

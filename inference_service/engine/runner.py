@@ -8,28 +8,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from inference_service.engine.batch import gather
+from inference_service.engine.blocks import ChainSeed
 from inference_service.engine.config import EngineConfig, limits_for
-from inference_service.engine.sampler import Row, sample, token_logprobs
+from inference_service.engine.memory import Wanted, describe, divide, divide_host, graph_reserve
+from inference_service.engine.sampler import Row, has_penalties, sample, token_logprobs
 from inference_service.engine.sequence import Request, Sequence
 from inference_service.engine.step import Chunk, Computed, DeviceLost, PendingStep, Schedule, StepResult
 from inference_service.lora.arena import Arena
+from inference_service.lora.batch import LoraBatch
 from inference_service.lora.linear import install
+from inference_service.lora.outside import install_outside
 from inference_service.model.attention import KVCache
 from inference_service.model.decoder import Decoder
 from inference_service.model.loader import init_random, load_config, load_model
-from inference_service.types import GenerateSpec, Sampling, Stop, TokenLogprobs
+from inference_service.types import GenerateSpec, MemoryBudget, Sampling, Stop, TokenLogprobs
 from shared.base_model import ModelConfig
-from shared.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 
-CPU_KV_BYTES = 512 << 20
-CPU_ADAPTER_BYTES = 256 << 20
-CUDA_ADAPTER_BYTES = 4 << 30
-CUDA_KV_FRACTION = 0.85  # of the memory that is free once weights and arena are there; the rest is activations
+UNBOUNDED_KV_TOKENS = 1 << 62
 LOGIT_BYTES = 16 << 20  # of prompt logprobs' logits at a time
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STICKY = ("device-side assert", "illegal memory access", "unspecified launch failure", "uncorrectable")
@@ -66,14 +67,18 @@ class ModelRunner:
             torch.set_num_threads(config.threads)
         self.device, self.dtype = placement(config)
         _, self.model_config = load_config(Path(config.model))
+        started = time.monotonic()
         self.decoder = self._load(config)
-        default_arena = CUDA_ADAPTER_BYTES if self.device.type == "cuda" else CPU_ADAPTER_BYTES
-        self.arena_bytes = config.adapter_memory_bytes or default_arena
+        log.info("weights loaded in %.1f s", time.monotonic() - started)
+        self.memory = self._divide_memory(config, host.numel())
+        log.info(describe(self.memory), extra={"memory": msgspec.structs.asdict(self.memory)})
+        self.arena_bytes = self.memory.adapter_arena
         layers = self.model_config.num_layers
         self.arena = Arena(self.arena_bytes, config.max_adapters, layers, self.dtype, self.device, host)
         install(self.decoder, self.model_config, self.arena)
+        install_outside(self.decoder, layers, self.arena)
         self.block_size = config.block_size
-        self.num_blocks = self._count_blocks(config)
+        self.num_blocks = self.memory.num_blocks
         self.kv_cache = self._build_kv_cache()
         kv_tokens = self.num_blocks * self.block_size
         self.limits = limits_for(config, self.device.type, self.model_config.max_position, kv_tokens)
@@ -115,7 +120,7 @@ class ModelRunner:
         started = time.monotonic()
         length = min(self.limits.max_batched_tokens, self.limits.max_model_len - 1, 256)
         spec = GenerateSpec("warm-up", [0] * length, Sampling(temperature=1.0, top_p=0.9), Stop(max_tokens=1))
-        sequence = Request(spec, b"", b"", 0).sequences[0]
+        sequence = Request(spec, b"", ChainSeed(b""), 0).sequences[0]
         sequence.num_pending = 1
         sequence.blocks.extend(range(-(-(length + 1) // self.block_size)))
         for chunk in (Chunk(sequence, 0, length, True), Chunk(sequence, length - 1, 1, True)):
@@ -124,14 +129,19 @@ class ModelRunner:
 
     # ---- memory
 
-    def _count_blocks(self, config: EngineConfig) -> int:
-        nbytes = config.kv_cache_bytes or CPU_KV_BYTES
-        if config.kv_cache_bytes is None and self.device.type == "cuda":
-            nbytes = int(torch.cuda.mem_get_info(self.device)[0] * CUDA_KV_FRACTION)
-        block_bytes = kv_bytes_per_token(self.model_config, self.dtype) * self.block_size
-        if nbytes < block_bytes:
-            raise InvalidArgument.of("kv_cache_memory", f"is {nbytes} bytes; one block of tokens takes {block_bytes}")
-        return nbytes // block_bytes
+    def _divide_memory(self, config: EngineConfig, host_arena: int) -> MemoryBudget:
+        """Measured on a GPU, by running a step of the largest size; see `engine.memory`."""
+        model, block_size = self.model_config, config.block_size
+        block_bytes = kv_bytes_per_token(model, self.dtype) * block_size
+        wanted = Wanted(config.memory_fraction, config.kv_cache_bytes, config.adapter_memory_bytes)
+        if self.device.type == "cpu":
+            weights = sum(parameter.nbytes for parameter in self.decoder.parameters())
+            return divide_host(weights, wanted, block_bytes, host_arena)
+        from inference_service.engine.peak import measure_peak  # imports Triton
+
+        limits = limits_for(config, self.device.type, model.max_position, UNBOUNDED_KV_TOKENS)
+        measured = measure_peak(self.decoder, limits, block_size)
+        return divide(measured, wanted, block_bytes, graph_reserve(limits.max_num_seqs, model.vocab_size), host_arena)
 
     def _build_kv_cache(self) -> KVCache:
         """One block more than the scheduler knows: scratch, for tokens that need no keys and values."""
@@ -142,15 +152,18 @@ class ModelRunner:
     # ---- one step
 
     def _execute(self, schedule: Schedule) -> StepResult:
-        batch = gather(schedule, self.block_size, self.num_blocks * self.block_size, self.device)
+        scratch = self.num_blocks * self.block_size
+        batch = gather(schedule, self.block_size, scratch, self.device, self.arena.extras)
         hidden = self.decoder(batch, self.kv_cache)  # [rows, hidden]
         sequences = [chunk.sequence for chunk in schedule.chunks if chunk.samples]
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
+        lora = batch.logit_lora
         if sequences:
-            logits = self.decoder.logits(hidden[: len(sequences)])
+            logits = self.decoder.logits(hidden[: len(sequences)], part_of(lora, 0, len(sequences)))
             token_ids, logprobs = sample(logits, [self.row_of(sequence) for sequence in sequences])
-        return StepResult(token_ids, logprobs, self.prompt_logprobs(schedule.chunks, hidden[len(sequences) :]))
+        scored = part_of(lora, len(sequences), hidden.shape[0])
+        return StepResult(token_ids, logprobs, self.prompt_logprobs(schedule.chunks, hidden[len(sequences) :], scored))
 
     def row_of(self, sequence: Sequence) -> Row:
         """How the sequence's next token is sampled."""
@@ -160,39 +173,47 @@ class ModelRunner:
             sequence.index,
             sequence.position,
             sequence.token_ids[: sequence.num_prompt] if spec.sampling.repetition_penalty != 1.0 else (),
-            sequence.token_ids[sequence.num_prompt :] if _penalizes_output(spec.sampling) else (),
+            sequence.token_ids[sequence.num_prompt :] if has_penalties(spec.sampling) else (),
             sequence.forbidden_ids(self.eos_ids),
             spec.logprobs,
         )
 
-    def prompt_logprobs(self, chunks: Items[Chunk], hidden: torch.Tensor) -> list[list[TokenLogprobs]]:
-        """Per chunk, of its scored positions, whose rows `hidden` `[rows, hidden]` holds in order."""
+    def prompt_logprobs(
+        self, chunks: Items[Chunk], hidden: torch.Tensor, lora: LoraBatch | None
+    ) -> list[list[TokenLogprobs]]:
+        """Per chunk, of its scored positions, whose rows `hidden` `[rows, hidden]` holds in order. `lora`: of these."""
         result: list[list[TokenLogprobs]] = []
         start = 0
         for chunk in chunks:
             positions = chunk.scored_positions
             targets = chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1] if positions else []
             num_top = chunk.sequence.request.spec.prompt_logprobs or 0
-            result.append(self._score(hidden[start : start + len(targets)], targets, num_top))
-            start += len(targets)
+            end = start + len(targets)
+            result.append(self._score(hidden[start:end], targets, num_top, part_of(lora, start, end)))
+            start = end
         return result
 
-    def _score(self, hidden: torch.Tensor, targets: list[int], num_top: int) -> list[TokenLogprobs]:
+    def _score(
+        self, hidden: torch.Tensor, targets: list[int], num_top: int, lora: LoraBatch | None
+    ) -> list[TokenLogprobs]:
         """Logprobs of `targets`, one per row, in pieces whose logits are bounded."""
         piece = max(LOGIT_BYTES // (4 * self.vocab_size), 1)
         return [
             entry
             for start in range(0, len(targets), piece)
             for entry in token_logprobs(
-                self.decoder.logits(hidden[start : start + piece]), targets[start : start + piece], num_top
+                self.decoder.logits(hidden[start : start + piece], part_of(lora, start, start + piece)),
+                targets[start : start + piece],
+                num_top,
             )
         ]
+
+
+def part_of(lora: object | None, start: int, end: int) -> LoraBatch | None:
+    """Of rows `start` up to `end`."""
+    return lora.part(start, end) if isinstance(lora, LoraBatch) else None
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of keys and values that one token takes in all layers."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-
-
-def _penalizes_output(sampling: Sampling) -> bool:
-    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)

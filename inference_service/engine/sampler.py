@@ -44,19 +44,19 @@ class Row:
         return self.sampling.temperature < GREEDY_BELOW
 
     @property
-    def is_filtered(self) -> bool:
-        s = self.sampling
-        return not self.is_greedy and (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)
-
-    @property
-    def has_penalties(self) -> bool:
-        s = self.sampling
-        return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
-
-    @property
     def is_adjusted(self) -> bool:
         """Whether single tokens' logits change before the temperature."""
-        return self.has_penalties or bool(self.sampling.logit_bias) or bool(self.forbidden_ids)
+        return has_penalties(self.sampling) or bool(self.sampling.logit_bias) or bool(self.forbidden_ids)
+
+
+def is_filtered(s: Sampling) -> bool:
+    """Whether some tokens may be left out by their probability."""
+    return s.temperature >= GREEDY_BELOW and (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)
+
+
+def has_penalties(s: Sampling) -> bool:
+    """Whether the tokens so far change the next one's logits."""
+    return (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 class Sampled(NamedTuple):
@@ -116,7 +116,7 @@ def _adjust(logits: torch.Tensor, rows: Items[Row]) -> torch.Tensor:
     """A copy of `logits` with penalties, then bias, then forbidden tokens applied."""
     adjusted = logits.clone()
     for values, row in zip(adjusted, rows, strict=True):
-        if row.has_penalties:
+        if has_penalties(row.sampling):
             _penalize(values, row)
         if row.sampling.logit_bias:
             ids = torch.tensor(list(row.sampling.logit_bias), device=logits.device)
@@ -135,8 +135,8 @@ def _penalize(values: torch.Tensor, row: Row) -> None:
         values[seen] = torch.where(old > 0, old / s.repetition_penalty, old * s.repetition_penalty)
     if row.output_ids and (s.frequency_penalty != 0.0 or s.presence_penalty != 0.0):
         ids, counts = np.unique(np.array(row.output_ids, np.int64), return_counts=True)
-        penalty = torch.from_numpy((s.frequency_penalty * counts + s.presence_penalty).astype(np.float32))
-        values[torch.from_numpy(ids).to(values.device)] -= penalty.to(values.device)
+        penalty = np.float32(s.frequency_penalty) * counts.astype(np.float32) + np.float32(s.presence_penalty)
+        values[torch.from_numpy(ids).to(values.device)] -= torch.from_numpy(penalty).to(values.device)
 
 
 # ---- random rows

@@ -1,58 +1,42 @@
-"""Which sequences compute which tokens in the next step: continuous batching with chunked prefill, torch-free."""
+"""Which sequences compute which tokens in the next step: continuous batching with chunked prefill, torch-free.
+
+Every running sequence that decodes has its token in every step; prompts share what is left of the step's tokens in fair
+order (`fairness`), whether they are under way or still wait. A sequence that waits for its adapter or its prompt lets
+others pass; one that waits for memory does not, and preempts whoever is too far ahead of it.
+"""
 
 import heapq
-from array import array
-from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from inference_service.engine.blocks import BlockAllocator, extend_chain
+from inference_service.engine.adapter_needs import AdapterNeeds
+from inference_service.engine.adapter_needs import Adapters as NeededAdapters
+from inference_service.engine.blocks import BlockAllocator
 from inference_service.engine.config import EngineLimits
+from inference_service.engine.fairness import CACHED, OUTPUT, PROMPT, FairQueue, Tenant
+from inference_service.engine.kv_memory import KvMemory
+from inference_service.engine.quotas import TenantLimits
 from inference_service.engine.sequence import Request, Sequence, State
 from inference_service.engine.step import Chunk, Failure, Schedule
-from inference_service.lora.adapter import AdapterState
 from inference_service.lora.slots import Handle
-from shared.errors import DeadlineUnreachable, LoraplexError, QueueFull
+from shared.errors import DeadlineUnreachable, QueueFull
 
 RETRY_AFTER_SECONDS = 1.0
 
 
-class Adapters(Protocol):
+class Adapters(NeededAdapters, Protocol):
     """What the scheduler asks of the slot pool; `lora.adapter.AdapterPool` is one."""
-
-    def require(self, digest: str) -> AdapterState:
-        """Want an adapter as soon as possible, and keep it from being the next victim."""
-        ...
-
-    def state(self, digest: str) -> AdapterState | None: ...
-
-    def error(self, digest: str) -> LoraplexError | None:
-        """Why it is FAILED."""
-        ...
 
     def acquire(self, digest: str) -> Handle:
         """Use a READY adapter: it keeps its slot until `release`."""
         ...
 
+    def check(self, handle: Handle) -> None:
+        """Raise StaleHandle unless the slot is still that adapter's."""
+        ...
+
     def release(self, handle: Handle) -> None: ...
-
-
-class TokenBudget:
-    """Tokens that this step may still compute."""
-
-    def __init__(self, tokens: int) -> None:
-        self.left = tokens
-
-    def take(self, wanted: int) -> int:
-        taken = min(wanted, self.left)
-        self.left -= taken
-        return taken
-
-
-def first_come_by_priority(sequence: Sequence) -> tuple[float, float, int, int]:
-    """The order among sequences: higher priority, then earlier arrival. The last one is preempted first."""
-    request = sequence.request
-    return -request.spec.priority, request.spec.arrival, request.order, sequence.index
 
 
 class Scheduler:
@@ -62,26 +46,24 @@ class Scheduler:
         limits: Budgets.
         blocks: The KV cache's blocks.
         adapters: The slot pool.
-        policy: Sort key among sequences, fixed for a sequence's life.
     """
 
-    def __init__(
-        self,
-        limits: EngineLimits,
-        blocks: BlockAllocator,
-        adapters: Adapters,
-        policy: Callable[[Sequence], tuple[float, ...]] = first_come_by_priority,
-    ) -> None:
+    def __init__(self, limits: EngineLimits, blocks: BlockAllocator, adapters: Adapters) -> None:
         self.limits = limits
         self.blocks = blocks
         self.adapters = adapters
-        self.policy = policy
         self.requests: dict[tuple[bytes, str], Request] = {}
-        self.waiting: list[Sequence] = []  # both lists are kept sorted by policy
-        self.running: list[Sequence] = []
-        self.held_adapters: set[str] = set()  # being unloaded: not asked for
+        self.running: dict[Sequence, None] = {}
+        self.num_preemptions = 0
+        self.prefix_tokens_queried = 0
+        self.prefix_tokens_hit = 0
+        self._queue = FairQueue(limits.max_batched_tokens)
+        self._needs = AdapterNeeds(self._queue, adapters, limits.adapter_age_limit)
+        self._memory = KvMemory(blocks)
+        self._tenant_limits = TenantLimits(limits.max_queued_per_tenant, limits.max_running_per_tenant)
         self._deadlines: list[tuple[float, int, Request]] = []
         self._started: list[Request] = []
+        self._step = StepPlan()
 
     # ---- requests come and go
 
@@ -89,18 +71,22 @@ class Scheduler:
         """Queue a request whose spec has been checked.
 
         Raises:
-            QueueFull: with the seconds after which to retry.
+            QueueFull, TenantQuota: with the seconds after which to retry.
         """
-        if self.waiting and len(self.waiting) + len(request.sequences) > self.limits.max_queue:
+        queue, spec, count = self._queue, request.spec, len(request.sequences)
+        if queue.num_waiting and queue.num_waiting + count > self.limits.max_queue:
             raise QueueFull(
-                f"{len(self.waiting)} sequences are waiting, the limit is {self.limits.max_queue}",
+                f"{queue.num_waiting} sequences are waiting, the limit is {self.limits.max_queue}",
                 retry_after=RETRY_AFTER_SECONDS,
             )
+        request.flow = queue.flow(spec.tenant, spec.adapter_digest)
+        self._tenant_limits.check_queued(request.flow.tenant.num_waiting, count, RETRY_AFTER_SECONDS)
         self.requests[request.key] = request
         for sequence in request.sequences:
-            insort(self.waiting, sequence, key=self.policy)
-        if request.spec.deadline is not None:
-            heapq.heappush(self._deadlines, (request.spec.deadline, request.order, request))
+            queue.wait(sequence)
+        self._needs.keep(request.flow)
+        if spec.deadline is not None:
+            heapq.heappush(self._deadlines, (spec.deadline, request.order, request))
             if len(self._deadlines) > 2 * len(self.requests) + 64:  # forget finished requests with far deadlines
                 self._deadlines = [entry for entry in self._deadlines if entry[2].live]
                 heapq.heapify(self._deadlines)
@@ -112,7 +98,7 @@ class Scheduler:
         if sequence.state is State.RUNNING:
             self._stop(sequence)
         else:
-            self.waiting.remove(sequence)
+            self._queue.leave(sequence)
         sequence.state = State.FINISHED
         if not sequence.request.live:
             self.requests.pop(sequence.request.key, None)
@@ -133,7 +119,23 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self._queue.num_waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue."""
+        return self._queue.num_waiting
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Sequences in the queue: those of the base model, then by adapter, the most urgent first."""
+        flows = (*(flow for flow in self._queue.waiting if flow.digest is None), *self._needs.in_order())
+        return [sequence for flow in flows for sequence in flow.waiting]
+
+    @property
+    def held_adapters(self) -> set[str]:
+        """Digests that are being unloaded: they are not asked for."""
+        return self._needs.held
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a request that is still here."""
@@ -149,60 +151,128 @@ class Scheduler:
         It may be called again before that: sequences then go on behind tokens that nobody has read yet.
         """
         failed = (*self._expired(now), *self._failed_adapters(now))
-        budget = TokenBudget(self.limits.max_batched_tokens)
-        chunks = [*self._decodes(budget), *self._prefills(budget), *self._admissions(budget)]
-        decodes = sorted((c for c in chunks if c.length == 1), key=_slot)
-        prefills = sorted((c for c in chunks if c.length > 1), key=_slot)
+        self._step = StepPlan()
+        self._sort_running()
+        prefills = list(self._prefills())  # may preempt decodes
+        chunks = [*map(self._decode, self._step.decodes), *prefills]
+        self._needs.ask(self._step.is_full)
+        singles = sorted((c for c in chunks if c.length == 1), key=_slot)
+        longer = sorted((c for c in chunks if c.length > 1), key=_slot)
         started, self._started = tuple(self._started), []
-        return Schedule((*decodes, *prefills), len(decodes), started, failed)
+        return Schedule((*singles, *longer), len(singles), started, failed)
 
     def advance(self, chunk: Chunk) -> None:
         """`chunk` has been computed: its full blocks may be found by others, and its token, if any, is read next."""
-        sequence, blocks = chunk.sequence, self.blocks
+        sequence = chunk.sequence
         sequence.num_pending -= chunk.samples
         if sequence.state is not State.RUNNING:  # it ended or was preempted since
             return
         if chunk.end >= sequence.num_prompt:
             sequence.request.prompt_computed = True
-        num_full = chunk.end // blocks.block_size
-        if blocks.prefix_caching and num_full > sequence.num_named:
-            self._extend_hashes(sequence, num_full)
-            for index in range(sequence.num_named, num_full):
-                blocks.name(sequence.blocks[index], sequence.hashes[index])
-            sequence.num_named = num_full
+        self._memory.name(chunk)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless lists, states, blocks and requests agree."""
+        """Raise AssertionError unless lines, states, blocks, counters and requests agree."""
         self.blocks.check_integrity([sequence.blocks for sequence in self.running])
+        self._queue.check_integrity()
+        waiting = [sequence for flow in self._queue.waiting for sequence in flow.waiting]
         assert all(sequence.state is State.RUNNING for sequence in self.running)
-        assert all(s.state is State.WAITING and not s.blocks and s.num_computed == 0 for s in self.waiting)
-        for line in (self.waiting, self.running):
-            assert line == sorted(line, key=self.policy)
+        assert all(s.state is State.WAITING and not s.blocks and s.num_computed == 0 for s in waiting)
+        assert all(s.handle is None for s in waiting), "an adapter in use by a sequence that waits"
+        assert all((s.handle is None) == (s.request.flow.digest is None) for s in self.running), "without its adapter"
+        running = [s for tenant in self._queue.tenants.values() for s in tenant.running]
+        assert {id(s) for s in running} == {id(s) for s in self.running}, "the tenants' running sequences"
         live = {id(s) for request in self.requests.values() for s in request.live}
-        assert live == {id(s) for s in (*self.waiting, *self.running)}, "requests and lines disagree"
+        assert live == {id(s) for s in (*waiting, *self.running)}, "requests and lines disagree"
         assert len(self.running) <= self.limits.max_num_seqs
+        at_most = self.limits.max_running_per_tenant
+        assert not at_most or all(len(t.running) <= at_most for t in self._queue.tenants.values()), "a tenant's limit"
+        assert all(len(s.token_ids) >= s.num_charged - s.num_pending for s in (*waiting, *self.running)), "charges"
 
-    # ---- the batch policy's three parts
+    # ---- the batch policy's parts
 
-    def _decodes(self, budget: TokenBudget) -> Iterator[Chunk]:
+    def _sort_running(self) -> None:
+        """Prompts under way; and decodes, each with room for its token."""
+        step, block_size = self._step, self.blocks.block_size
         for sequence in tuple(self.running):
-            if sequence.remaining == 1 and not self._has_enough(sequence) and self._make_room(sequence):
-                yield _launch(sequence, budget.take(1))
+            num_tokens = len(sequence.token_ids) + sequence.num_pending
+            remaining = num_tokens - sequence.num_computed
+            if remaining > 1 and sequence.state is State.RUNNING:
+                step.under_way[sequence] = None
+            has_room = num_tokens <= len(sequence.blocks) * block_size
+            if remaining == 1 and not self._has_enough(sequence) and (has_room or self._make_room(sequence)):
+                step.decodes[sequence] = None
 
-    def _prefills(self, budget: TokenBudget) -> Iterator[Chunk]:
-        for sequence in tuple(self.running):
-            if sequence.remaining > 1 and budget.left:
-                yield _launch(sequence, budget.take(sequence.remaining))
+    def _decode(self, sequence: Sequence) -> Chunk:
+        """`_launch` of one token, for most of them."""
+        if sequence.request.prompt_logprobs is not None:
+            return self._launch(sequence, 1)
+        start = sequence.num_computed
+        self._charge(sequence, start + 1)
+        sequence.num_computed = start + 1
+        sequence.num_pending += 1
+        return Chunk(sequence, start, 1, samples=True)
 
-    def _admissions(self, budget: TokenBudget) -> Iterator[Chunk]:
-        """A sequence that waits for its adapter or its prompt lets others pass; one that waits for memory does not."""
-        for sequence in tuple(self.waiting):
-            if not budget.left or len(self.running) >= self.limits.max_num_seqs:
-                return
-            if self._is_ready(sequence):
-                if not self._admit(sequence):
+    def _prefills(self) -> Iterator[Chunk]:
+        """Prompts under way and admissions, in turn, until the step's tokens are taken."""
+        step, left = self._step, self.limits.max_batched_tokens
+        for sequence in self._queue.turns(step.under_way, self._may_start, self._admits):
+            if sequence.state is State.WAITING and not self._admit(sequence):
+                if step.is_full and not step.under_way:
                     return
-                yield _launch(sequence, budget.take(sequence.remaining))
+                continue
+            step.under_way.pop(sequence, None)
+            step.prefills.add(sequence)
+            self._pause_decodes(sequence, left)
+            length = min(sequence.remaining, left - len(step.decodes))
+            left -= length
+            yield self._launch(sequence, length)
+            if left <= len(step.decodes):
+                return
+
+    def _pause_decodes(self, sequence: Sequence, left: int) -> None:
+        """Whoever is so far ahead that it could be preempted leaves its tokens of this step to `sequence`."""
+        decodes = self._step.decodes
+        if decodes and sequence.remaining > left - len(decodes):
+            for other in self._queue.victims(sequence):
+                decodes.pop(other, None)
+                if sequence.remaining <= left - len(decodes):
+                    return
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Start a waiting sequence, if need be in the place of others; if it must wait for memory, so must all."""
+        if not self._may_start(sequence) or not self._admits(sequence.request.flow.tenant):
+            return False
+        victims = self._victims(sequence)
+        if victims is None:
+            self._step.is_full = True
+            return False
+        for victim in victims:
+            self._preempt(victim)
+        self._start(sequence)
+        return True
+
+    def _launch(self, sequence: Sequence, length: int) -> Chunk:
+        """The sequence's next `length` tokens; it goes on behind them, and its tenant is charged."""
+        start, end = sequence.num_computed, sequence.num_computed + length
+        scored = range(0)
+        if sequence.wants_prompt_logprobs:
+            request = sequence.request
+            scored = range(max(start, request.num_scored), min(end, sequence.num_prompt - 1))
+            request.num_scored = max(request.num_scored, scored.stop)
+        chunk = Chunk(sequence, start, length, samples=end == sequence.num_tokens, scored_positions=scored)
+        self._charge(sequence, end)
+        sequence.num_computed = end
+        sequence.num_pending += chunk.samples
+        return chunk
+
+    def _charge(self, sequence: Sequence, end: int) -> None:
+        """Its tokens up to `end` are computed now, some of them for the first time."""
+        start = sequence.num_charged
+        if start < end:
+            of_prompt = max(min(end, sequence.num_prompt) - start, 0)
+            self._queue.charge(sequence.request.flow, PROMPT * of_prompt + OUTPUT * (end - start - of_prompt))
+            sequence.num_charged = end
 
     # ---- waiting
 
@@ -213,37 +283,23 @@ class Scheduler:
             yield Failure(request, DeadlineUnreachable("the deadline passed before the answer was complete"))
 
     def _failed_adapters(self, now: float) -> Iterator[Failure]:
-        """Ask for every waiting adapter in order, note those that came, and fail the requests of those that cannot."""
-        states: dict[str, AdapterState] = {}
-        for request in dict.fromkeys(sequence.request for sequence in self.waiting):
-            digest = request.spec.adapter_digest
-            if digest is None or digest in self.held_adapters:
-                continue
-            if digest not in states:
-                states[digest] = self.adapters.require(digest)
-            error = self.adapters.error(digest) if states[digest] is AdapterState.FAILED else None
-            if error is not None:
+        """Note which adapters came, and fail the requests of those that cannot."""
+        for flow, error in self._needs.look(now):
+            for request in dict.fromkeys(sequence.request for sequence in tuple(flow.waiting)):
                 self.drop(request)
                 yield Failure(request, error)
-            elif states[digest] is not AdapterState.READY:
-                request.waited_for_adapter = True
-            elif request.adapter_ready_at is None:
-                request.adapter_ready_at = now
-        self._touch_backwards([digest for digest, state in states.items() if state is AdapterState.READY])
 
-    def _touch_backwards(self, digests: list[str]) -> None:
-        """So that of the waiting adapters the first is evicted last."""
-        for digest in reversed(digests):
-            self.adapters.require(digest)
+    def _may_start(self, sequence: Sequence) -> bool:
+        """Whether nothing but memory keeps it, once its adapter is there."""
+        return sequence not in self._step.preempted and self._has_prompt(sequence)
 
-    def _is_ready(self, sequence: Sequence) -> bool:
-        request = sequence.request
-        digest = request.spec.adapter_digest
-        if digest is not None and self.adapters.state(digest) is not AdapterState.READY:
-            return False
+    def _has_prompt(self, sequence: Sequence) -> bool:
         if sequence.num_pending:  # preempted, and its last token is not read yet
             return False
-        return request.prompt_computed or sequence is request.leader
+        return sequence.request.prompt_computed or sequence is sequence.request.leader
+
+    def _admits(self, tenant: Tenant) -> bool:
+        return not self._step.is_full and self._tenant_limits.may_run(len(tenant.running))
 
     def _has_enough(self, sequence: Sequence) -> bool:
         """Whether it will end by length as soon as its pending token is read."""
@@ -254,86 +310,80 @@ class Scheduler:
 
     # ---- memory
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence its blocks and its adapter, if there is room for all its known tokens.
+    def _victims(self, head: Sequence) -> list[Sequence] | None:
+        """Whom to preempt so that there is a seat and memory for `head`; None if it must wait.
 
         One block per running sequence stays free, so that an admission does not cause a preemption at once.
         """
-        blocks, spec = self.blocks, sequence.request.spec
-        cached = self._cached_blocks(sequence)
-        num_new = blocks.blocks_for(len(sequence.token_ids)) - len(cached)
-        if num_new + blocks.num_free_among(cached) + len(self.running) > blocks.num_free:
-            return False
-        blocks.acquire(cached)
-        sequence.blocks = array("i", cached + blocks.allocate(num_new))
-        sequence.num_cached = len(cached) * blocks.block_size
-        sequence.num_computed = min(
-            sequence.num_cached, len(sequence.token_ids) - 1
-        )  # the last one's logits are needed
-        sequence.num_named = len(cached)
-        sequence.handle = None if spec.adapter_digest is None else self.adapters.acquire(spec.adapter_digest)
+        victims: list[Sequence] = []
+        others = (victim for victim in self._queue.victims(head) if victim not in self._step.prefills)
+        while not self._fits(head, victims):
+            victim = next(others, None)
+            if victim is None:
+                return None
+            victims.append(victim)
+        return victims
+
+    def _fits(self, head: Sequence, without: list[Sequence]) -> bool:
+        num_running = len(self.running) - len(without)
+        return num_running < self.limits.max_num_seqs and self._memory.missing(head, num_running, without) <= 0
+
+    def _start(self, sequence: Sequence) -> None:
+        request, flow = sequence.request, sequence.request.flow
+        self._queue.leave(sequence)
+        self._memory.admit(sequence)
+        self._queue.charge(flow, CACHED * max(sequence.num_computed - sequence.num_charged, 0))
+        sequence.num_charged = max(sequence.num_charged, sequence.num_computed)
+        sequence.handle = None if flow.digest is None else self.adapters.acquire(flow.digest)
         sequence.state = State.RUNNING
-        self.waiting.remove(sequence)
-        insort(self.running, sequence, key=self.policy)
-        if not sequence.request.started:
-            sequence.request.started = True
-            self._started.append(sequence.request)
-        return True
-
-    def _cached_blocks(self, sequence: Sequence) -> list[int]:
-        """Blocks of the longest cached prefix, all of it at best."""
-        if not self.blocks.prefix_caching or sequence.wants_prompt_logprobs:
-            return []
-        num_full = len(sequence.token_ids) // self.blocks.block_size
-        self._extend_hashes(sequence, num_full)
-        return self.blocks.find(sequence.hashes[:num_full])
-
-    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        seed = sequence.request.cache_seed
-        extend_chain(sequence.hashes, seed, sequence.token_ids, self.blocks.block_size, num_blocks)
+        self.running[sequence] = None
+        self._queue.start(sequence)
+        if not request.started:
+            request.started = True
+            request.adapter_ready_at = flow.changed_at
+            self._started.append(request)
+            self.prefix_tokens_queried += sequence.num_prompt
+            self.prefix_tokens_hit += sequence.num_cached
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Blocks for all known tokens of a running sequence, preempting from the end of the line, itself at worst."""
-        if sequence.state is not State.RUNNING:
-            return False
-        missing = self.blocks.blocks_for(sequence.num_tokens) - len(sequence.blocks)
-        while missing > self.blocks.num_free:
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        sequence.blocks.extend(self.blocks.allocate(missing))
-        return True
+        """Blocks for all known tokens of a running sequence, preempting those of whom was served most, itself at
+        worst."""
+        while sequence.state is State.RUNNING:
+            if self._memory.extend(sequence):
+                return True
+            self._preempt(self._queue.last())
+        return False
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue with its tokens; what it had computed is recomputed, or found in the prefix cache."""
+        self.num_preemptions += 1
+        self._step.decodes.pop(sequence, None)
+        self._step.under_way.pop(sequence, None)
+        self._step.preempted.add(sequence)
         self._stop(sequence)
         sequence.state = State.WAITING
-        insort(self.waiting, sequence, key=self.policy)
+        self._queue.wait(sequence)
+        self._needs.keep(sequence.request.flow)
 
     def _stop(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self.blocks.release(sequence.blocks)
+        del self.running[sequence]
+        self._queue.stop(sequence)
+        self._memory.release(sequence)
         if sequence.handle is not None:
             self.adapters.release(sequence.handle)
-        sequence.blocks = array("i")
-        sequence.num_computed = sequence.num_named = 0
-        sequence.handle = None
+            sequence.handle = None
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What `schedule` has decided for its step so far."""
+
+    under_way: dict[Sequence, None] = field(default_factory=dict)  # prompts that have had no turn yet
+    decodes: dict[Sequence, None] = field(default_factory=dict)
+    prefills: set[Sequence] = field(default_factory=set)
+    preempted: set[Sequence] = field(default_factory=set)
+    is_full: bool = False  # the next one in turn finds no memory
 
 
 def _slot(chunk: Chunk) -> int:
     return chunk.sequence.slot
-
-
-def _launch(sequence: Sequence, length: int) -> Chunk:
-    """The sequence's next `length` tokens; it goes on behind them."""
-    start, end = sequence.num_computed, sequence.num_computed + length
-    scored = range(0)
-    if sequence.wants_prompt_logprobs:
-        request = sequence.request
-        scored = range(max(start, request.num_scored), min(end, sequence.num_prompt - 1))
-        request.num_scored = max(request.num_scored, scored.stop)
-    chunk = Chunk(sequence, start, length, samples=end == sequence.num_tokens, scored_positions=scored)
-    sequence.num_computed = end
-    sequence.num_pending += chunk.samples
-    return chunk

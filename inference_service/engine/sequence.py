@@ -4,10 +4,25 @@ from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
+from inference_service.engine.blocks import ChainSeed
 from inference_service.lora.slots import Handle
-from inference_service.types import FinishReason, GenerateSpec, TokenLogprobs
+from inference_service.types import (
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKENS,
+    FinishReason,
+    GenerateSpec,
+    TokenLogprobs,
+)
 from shared.errors import FieldViolation, InvalidArgument
+
+if TYPE_CHECKING:
+    from inference_service.engine.fairness import Flow
+
+if TYPE_CHECKING:
+    from inference_service.engine.fairness import Flow
 
 
 class State(Enum):
@@ -22,10 +37,11 @@ class Request:
 
     Attributes:
         client: Name of the API process.
-        cache_seed: Root of its blocks' hash chain.
+        cache_seed: Roots of its blocks' hash chain.
         order: Number of requests the engine received before it.
         sequences: One per index below `sampling.n`.
-        adapter_ready_at: When its adapter was first seen READY, if it had to wait for it.
+        flow: Its tenant's requests for the same adapter, from `Scheduler.add` on.
+        adapter_ready_at: When its adapter was first seen READY, or -inf if it always was; set when it is admitted.
         started: Some sequence has been admitted.
         prompt_computed: The prompt's blocks can be found by its other sequences.
         prompt_logprobs: Positions 1… so far; None once sent.
@@ -34,11 +50,11 @@ class Request:
 
     spec: GenerateSpec
     client: bytes
-    cache_seed: bytes
+    cache_seed: ChainSeed
     order: int
     sequences: list["Sequence"] = field(default_factory=list)
-    waited_for_adapter: bool = False
-    adapter_ready_at: float | None = None
+    flow: "Flow" = field(init=False)
+    adapter_ready_at: float = -float("inf")
     started: bool = False
     prompt_computed: bool = False
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -52,12 +68,6 @@ class Request:
     @property
     def key(self) -> tuple[bytes, str]:
         return self.client, self.spec.request_id
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether the next token depends on the very ids of the tokens before it, through penalties."""
-        s = self.spec.sampling
-        return (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def live(self) -> list["Sequence"]:
@@ -80,6 +90,8 @@ class Sequence:
         num_pending: Tokens that launched steps sample and nobody has read yet; they follow `token_ids`.
         num_cached: Tokens whose keys and values were found at admission. A recomputed one among them is not written.
         num_named: How many of `blocks` have been offered to the prefix cache.
+        num_charged: Tokens that its tenant has been charged for; those computed again are not charged again.
+        num_charged: Tokens that its tenant has been charged for; those computed again are not charged again.
         handle: Of its adapter while it runs; None for the base model.
     """
 
@@ -93,6 +105,7 @@ class Sequence:
     blocks: "array[int]" = field(default_factory=lambda: array("i"))
     hashes: list[bytes] = field(default_factory=list)
     num_named: int = 0
+    num_charged: int = 0
     handle: Handle | None = None
     state: State = State.WAITING
 
@@ -156,9 +169,11 @@ def check_spec(spec: GenerateSpec, vocab_size: int, max_model_len: int) -> None:
     """Refuse what the engine cannot compute. Ranges of sampling parameters are the API process's to check.
 
     Raises:
-        InvalidArgument: for an empty or too long prompt, an unknown token id anywhere, or n below 1.
+        InvalidArgument: for an empty or too long prompt, an unknown token id anywhere, n below 1, or more biases, stop
+            ids or alternatives than the engine keeps room for.
     """
     violations: list[FieldViolation] = []
+    vocab_size += spec.extra_vocab
     longest = max_model_len - (1 if spec.stop.max_tokens else 0)
     if not spec.prompt_ids:
         violations.append(FieldViolation("prompt", "must have at least one token"))
@@ -173,5 +188,13 @@ def check_spec(spec: GenerateSpec, vocab_size: int, max_model_len: int) -> None:
         violations.append(FieldViolation("sampling.logit_bias", f"ids must be from 0 to {vocab_size - 1}"))
     if any(not 0 <= token < vocab_size for token in spec.stop.token_ids):
         violations.append(FieldViolation("stop.token_ids", f"ids must be from 0 to {vocab_size - 1}"))
+    for field_name, count, most in (
+        ("sampling.logit_bias", len(spec.sampling.logit_bias), MAX_LOGIT_BIASES),
+        ("stop.token_ids", len(spec.stop.token_ids), MAX_STOP_TOKENS),
+        ("logprobs", spec.logprobs or 0, MAX_LOGPROBS),
+        ("prompt_logprobs", spec.prompt_logprobs or 0, MAX_LOGPROBS),
+    ):
+        if count > most:
+            violations.append(FieldViolation(field_name, f"is for {count}, at most {most} are possible"))
     if violations:
         raise InvalidArgument(violations)

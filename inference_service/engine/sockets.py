@@ -4,6 +4,7 @@ import logging
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from inference_service.types import (
     Acquire,
@@ -62,7 +63,7 @@ class AdapterSocket:
     """The DEALER to the adapter process.
 
     `held`: digests whose blobs the engine may still read. `was_lost`: the adapter process went away, and the caller
-    has not called `start_anew` yet.
+    has not called `start_anew` yet. `is_connected`: there is one; what is sent before may be lost with the old one.
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
@@ -70,11 +71,12 @@ class AdapterSocket:
         self.socket.setsockopt(zmq.IDENTITY, b"engine")
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.socket.connect(address)
         self.socket.send(encode(EngineStarted()))
         self.held: set[str] = set()
         self.was_lost = False
+        self.is_connected = False
         self._unanswered: dict[str, None] = {}
 
     def acquire(self, digest: str) -> None:
@@ -92,8 +94,8 @@ class AdapterSocket:
     def receive(self) -> AdapterResponse | None:
         """The next answer, or None."""
         while self.monitor.poll(0):
-            self.monitor.recv_multipart()
-            self.was_lost = True
+            self.is_connected = parse_monitor_message(self.monitor.recv_multipart())["event"] != zmq.EVENT_DISCONNECTED
+            self.was_lost = self.was_lost or not self.is_connected
         try:
             message = decode_adapter_response(self.socket.recv(zmq.NOBLOCK))
         except zmq.Again:
@@ -109,6 +111,7 @@ class AdapterSocket:
     def start_anew(self) -> None:
         """Tell a new adapter process that no blob is in use, and ask it for what its predecessor did not answer."""
         assert not self.held, "blobs are in use"
+        assert self.is_connected, "nobody is there"
         while self.socket.poll(0):
             self.socket.recv()
         self.was_lost = False

@@ -31,8 +31,19 @@ class Field(NamedTuple):
         return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def fields(num_tokens: int, num_seqs: int, num_chunks: int, max_blocks: int) -> tuple[Field, ...]:
-    """All arrays for batches up to these sizes. Block tables come last: only the rows in use are copied."""
+def decode_fields(num_seqs: int, max_blocks: int) -> tuple[Field, ...]:
+    """All arrays for batches of single tokens up to this size."""
+    return _fields(num_seqs, num_seqs, num_seqs, max_blocks)
+
+
+def mixed_fields(num_tokens: int, num_seqs: int, max_blocks: int) -> tuple[Field, ...]:
+    """All arrays for batches up to these sizes, with the prompt's next tokens where their logprobs are wanted."""
+    targets = Field("targets", np.int64, (num_tokens,))
+    return (targets, *_fields(num_tokens, num_seqs, num_tokens, max_blocks))
+
+
+def _fields(num_tokens: int, num_seqs: int, num_chunks: int, max_blocks: int) -> tuple[Field, ...]:
+    """Block tables come last: only the rows in use are copied."""
     return (
         Field("token_ids", np.int64, (num_tokens,)),
         Field("sources", np.int64, (num_tokens,)),  # row of the last step's samples that holds the token, or -1
@@ -49,6 +60,12 @@ def fields(num_tokens: int, num_seqs: int, num_chunks: int, max_blocks: int) -> 
         Field("seed", np.int64, (num_seqs,)),
         Field("sample_index", np.int64, (num_seqs,)),
         Field("position", np.int64, (num_seqs,)),
+        Field("scored_rows", np.int64, (num_seqs,)),  # of the sampled rows, those whose logprobs are wanted
+        Field("repetition", np.float32, (num_seqs,)),
+        Field("presence", np.float32, (num_seqs,)),
+        Field("frequency", np.float32, (num_seqs,)),
+        Field("count_rows", np.int32, (num_seqs,)),
+        Field("bias_rows", np.int32, (num_seqs,)),
         Field("block_tables", np.int32, (num_seqs, max_blocks)),
     )
 
@@ -86,11 +103,12 @@ class Staging:
         self._copied[self._turn].synchronize()
         return self._arrays[self._turn]
 
-    def commit(self, num_tables: int) -> None:
-        """Copy everything, and the first `num_tables` rows of the block tables, on the current stream."""
+    def commit(self, num_rows: int | None = None) -> None:
+        """Copy everything, but of the last array the first `num_rows` rows, on the current stream."""
         last = self._layout[-1]
         used = sum(field.nbytes for field in self._layout[:-1])
-        used += num_tables * int(np.prod(last.shape[1:])) * np.dtype(last.dtype).itemsize
+        rows = last.shape[0] if num_rows is None else num_rows
+        used += rows * int(np.prod(last.shape[1:])) * np.dtype(last.dtype).itemsize
         self._buffer[:used].copy_(self._host[self._turn][:used], non_blocking=True)
         self._copied[self._turn].record()
 

@@ -1,5 +1,6 @@
 """What one engine step consists of: the schedule, and what running it gave."""
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from inference_service.engine.sequence import Request, Sequence
@@ -24,6 +25,29 @@ class Chunk(NamedTuple):
     def end(self) -> int:
         """The position after its last token."""
         return self.start + self.length
+
+
+class AdapterRuns(NamedTuple):
+    """The slot of each run of rows in a batch, −1 for the base model, and how many rows it has."""
+
+    slots: list[int]
+    lengths: list[int]
+
+
+def adapter_runs(chunks: Iterable[Chunk]) -> AdapterRuns:
+    """Of chunks in batch order: one run each, or two where the adapter acts from the middle of a chunk on."""
+    runs = AdapterRuns([], [])
+    for chunk in chunks:
+        sequence, left = chunk.sequence, chunk.length
+        without = min(max(sequence.request.spec.adapter_start - chunk.start, 0), left)
+        if without:
+            runs.slots.append(-1)
+            runs.lengths.append(without)
+            left -= without
+        if left:
+            runs.slots.append(sequence.slot)
+            runs.lengths.append(left)
+    return runs
 
 
 class Failure(NamedTuple):

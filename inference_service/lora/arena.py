@@ -3,28 +3,49 @@
 # torch.cuda and Tensor.split are untyped in torch.
 # mypy: disable-error-code="no-untyped-call"
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from inference_service.lora.extras import SlotExtras, extras_of
+from inference_service.lora.slots import Move
 from inference_service.types import BlobLayout, ChunkLayout
 from kernels.table import A_OFFSET, B_OFFSET, MAX_RANK, NUM_MODULES, OFFSET_UNIT, RANK, SCALE, AdapterTable
 from shared.errors import AdapterInvalid, UnsupportedAdapter
 
-# A step's small metadata copies queue behind the adapter copies on the same copy engine.
-BYTES_IN_FLIGHT = 8 << 20
+# A step's small metadata copies queue behind the adapter copies on the same copy engine. Those issued while a long step
+# runs have arrived before the next one's metadata: the longer the steps, the more may be in flight.
+LEAST_IN_FLIGHT = 8 << 20
+MOST_IN_FLIGHT = 32 << 20
+LINK_SHARE = 12e9  # bytes a second, about a quarter of a PCIe 5 link
 PIECE_BYTES = 2 << 20
+BOUNCE_BYTES = 16 << 20  # on the device, for moves onto themselves
 
 
 class AdapterCopy:
-    """One adapter on its way from the host arena into its slot. `pieces`: (target, source) not yet issued."""
+    """One adapter on its way from the host arena into its slot. `pieces`: (target, source) not yet issued.
 
-    def __init__(self, arena: "Arena", slot: int, pieces: Iterable[tuple[Tensor, Tensor]], entries: Tensor) -> None:
+    `entries`, `extras`: of the slot, once it is there.
+    """
+
+    def __init__(
+        self,
+        arena: "Arena",
+        slot: int,
+        pieces: Iterable[tuple[Tensor, Tensor]],
+        entries: Tensor,
+        extras: SlotExtras | None,
+    ) -> None:
         self.slot = slot
         self.pieces = deque(pieces)
         self.entries = entries
+        self.extras = extras
+        self.bytes_left = sum(target.numel() for target, _ in self.pieces)
         self.has_arrived = False
         self._arena = arena
 
@@ -35,8 +56,18 @@ class AdapterCopy:
         return self.has_arrived
 
 
+class Batch(NamedTuple):
+    """Pieces issued together. `completes`: the copies whose last pieces are among them."""
+
+    arrival: torch.cuda.Event
+    nbytes: int
+    completes: tuple[AdapterCopy, ...]
+
+
 class Arena:
     """A byte tensor that adapters share, and its table. All methods belong to the thread that launches the steps.
+
+    `extras`: by slot, what adapters have beside the A and B of linears; slots without are not in it.
 
     Args:
         nbytes: Size of the arena.
@@ -54,13 +85,16 @@ class Arena:
         self._bytes = torch.empty(nbytes - nbytes % OFFSET_UNIT, dtype=torch.uint8, device=device)
         shape = (num_slots, num_layers, NUM_MODULES, 4)
         self.table = AdapterTable(self._bytes.view(dtype), torch.zeros(shape, dtype=torch.int32, device=device))
+        self.extras: dict[int, SlotExtras] = {}
         self._copies: deque[AdapterCopy] = deque()
+        self._bounce = torch.empty(min(BOUNCE_BYTES, nbytes), dtype=torch.uint8, device=device)
         self._is_cuda = device.type == "cuda"
         self.side: torch.cuda.Stream | None = None  # for shrinks beside a base projection
         if self._is_cuda:
             self._stream = torch.cuda.Stream(device)
             self.side = torch.cuda.Stream(device)
-            self._issued: torch.cuda.Event | None = None
+            self._batches: deque[Batch] = deque()
+            self._advanced_at = time.monotonic()
             self._staging = torch.zeros(shape, dtype=torch.int32, pin_memory=True)
             self._staged: dict[int, torch.cuda.Event] = {}
 
@@ -78,8 +112,9 @@ class Arena:
             UnsupportedAdapter: a rank is beyond what the kernels serve.
         """
         self._check(layout)
-        entries = self._entries(layout.chunks, chunk_offsets)
-        copy = AdapterCopy(self, slot, self._pieces(layout.chunks, chunk_offsets, host_offset), entries)
+        entries = self._entries(layout, chunk_offsets)
+        extras = extras_of(layout, self._bytes, chunk_offsets)
+        copy = AdapterCopy(self, slot, self._pieces(layout.chunks, chunk_offsets, host_offset), entries, extras)
         if self._is_cuda:
             # The ranges may have been another adapter's: wait for every step launched so far.
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -87,41 +122,81 @@ class Arena:
         self.advance()
         return copy
 
+    def move(self, moves: Iterable[Move]) -> None:
+        """Move bytes of adapters that are not on their way, in order, on the compute stream: steps launched before read
+        them in the old place. `relocate` must follow before the next step."""
+        for source, target, nbytes in _joined(moves):
+            if source - target >= nbytes:
+                self._bytes[target : target + nbytes].copy_(self._bytes[source : source + nbytes])
+            else:
+                self._slide(source, target, nbytes)
+
+    def _slide(self, source: int, target: int, nbytes: int) -> None:
+        """A move onto itself: front first, so that each piece is written where all has been read."""
+        for start in range(0, nbytes, self._bounce.numel()):
+            piece = self._bounce[: nbytes - start]
+            piece.copy_(self._bytes[source + start : source + start + piece.numel()])
+            self._bytes[target + start : target + start + piece.numel()].copy_(piece)
+
+    def relocate(self, slot: int, layout: BlobLayout, chunk_offsets: Sequence[int]) -> None:
+        """Let the steps launched from now on find a slot's chunks at these offsets. See `load`."""
+        self._set_entries(slot, self._entries(layout, chunk_offsets))
+        self._set_extras(slot, extras_of(layout, self._bytes, chunk_offsets))
+
     def clear(self, slot: int) -> None:
         """Make the kernels skip `slot`. Its bytes may be given away at once: `load` waits for the steps before it."""
         self._set_entries(slot, torch.zeros(self.table.entries.shape[1:], dtype=torch.int32))
+        self._set_extras(slot, None)
 
     def advance(self) -> None:
         """Finish the copies that have arrived, in order of `load`, and issue the next pieces. Never waits."""
-        if self._is_cuda and self._issued is not None and not self._issued.query():
-            return
-        self._finish()
-        if self._is_cuda:
-            self._issue()
-            return
-        for copy in self._copies:
-            for target, source in copy.pieces:
-                target.copy_(source)
-            copy.pieces.clear()
-        self._finish()
-
-    def _finish(self) -> None:
-        while self._copies and not self._copies[0].pieces:
-            copy = self._copies.popleft()
-            self._set_entries(copy.slot, copy.entries)
-            copy.has_arrived = True
-
-    def _issue(self) -> None:
-        self._issued = None
-        nbytes = 0
-        with torch.cuda.stream(self._stream):
+        if not self._is_cuda:
             for copy in self._copies:
-                while copy.pieces and nbytes < BYTES_IN_FLIGHT:
+                self._copy_now(copy)
+            self._copies.clear()
+            return
+        while self._batches and self._batches[0].arrival.query():
+            for copy in self._batches.popleft().completes:
+                self._finish(copy)
+        if self._copies:
+            self._issue(self._allowance())
+
+    def _copy_now(self, copy: AdapterCopy) -> None:
+        for target, source in copy.pieces:
+            target.copy_(source)
+        copy.pieces.clear()
+        copy.bytes_left = 0
+        self._finish(copy)
+
+    def _finish(self, copy: AdapterCopy) -> None:
+        self._set_entries(copy.slot, copy.entries)
+        self._set_extras(copy.slot, copy.extras)
+        copy.has_arrived = True
+
+    def _allowance(self) -> int:
+        """Bytes that may be in flight until the next call, which comes after about as long as this one did."""
+        now, before = time.monotonic(), self._advanced_at
+        self._advanced_at = now
+        return int(min(max((now - before) * LINK_SHARE, LEAST_IN_FLIGHT), MOST_IN_FLIGHT))
+
+    def _issue(self, most: int) -> None:
+        """Issue the next pieces, once half of what may be in flight has arrived, so that the link is never idle."""
+        in_flight = sum(batch.nbytes for batch in self._batches)
+        if in_flight > most // 2:
+            return
+        nbytes = 0
+        completes: list[AdapterCopy] = []
+        with torch.cuda.stream(self._stream):
+            while self._copies and in_flight + nbytes < most:
+                copy = self._copies[0]
+                if copy.pieces:
                     target, source = copy.pieces.popleft()
                     target.copy_(source, non_blocking=True)
                     nbytes += target.numel()
-            if nbytes:
-                self._issued = self._stream.record_event()
+                    copy.bytes_left -= target.numel()
+                if not copy.pieces:
+                    completes.append(self._copies.popleft())
+            self._batches.append(Batch(self._stream.record_event(), nbytes, tuple(completes)))
 
     def _set_entries(self, slot: int, entries: Tensor) -> None:
         """Rewrite a slot's part of the table, on the compute stream."""
@@ -134,6 +209,11 @@ class Arena:
         self._staging[slot] = entries
         self.table.entries[slot].copy_(self._staging[slot], non_blocking=True)
         self._staged[slot] = torch.cuda.current_stream().record_event()
+
+    def _set_extras(self, slot: int, extras: SlotExtras | None) -> None:
+        self.extras.pop(slot, None)
+        if extras is not None:
+            self.extras[slot] = extras
 
     def _check(self, layout: BlobLayout) -> None:
         dtype = str(self.table.weights.dtype).removeprefix("torch.")
@@ -159,15 +239,30 @@ class Arena:
             source = self._host[host_offset + chunk.offset : host_offset + chunk.offset + chunk.nbytes]
             yield from zip(target.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True)
 
-    def _entries(self, chunks: Sequence[ChunkLayout], chunk_offsets: Sequence[int]) -> Tensor:
+    def _entries(self, layout: BlobLayout, chunk_offsets: Sequence[int]) -> Tensor:
         """`[layers, modules, 4]` int32 on the CPU: a slot's part of the table for chunks at these offsets."""
-        entries = torch.zeros(self.table.entries.shape[1:], dtype=torch.int32)
-        scales = entries.view(torch.float32)
-        for chunk, offset in zip(chunks, chunk_offsets, strict=True):
-            for module in chunk.modules:
-                place = chunk.layer, module.module
-                entries[place][A_OFFSET] = (offset + module.a_offset) // OFFSET_UNIT
-                entries[place][B_OFFSET] = (offset + module.b_offset) // OFFSET_UNIT
-                entries[place][RANK] = module.rank
-                scales[place][SCALE] = module.scale
-        return entries
+        rows = [
+            (chunk.layer, module.module, offset + module.a_offset, offset + module.b_offset, module.rank, module.scale)
+            for chunk, offset in zip(layout.chunks, chunk_offsets, strict=True)
+            for module in chunk.modules
+        ]
+        entries = np.zeros(tuple(self.table.entries.shape[1:]), np.int32)
+        if rows:
+            layers, modules, a, b, ranks, scales = zip(*rows, strict=True)
+            place = np.array(layers), np.array(modules)
+            entries[(*place, A_OFFSET)] = np.array(a, np.int64) // OFFSET_UNIT
+            entries[(*place, B_OFFSET)] = np.array(b, np.int64) // OFFSET_UNIT
+            entries[(*place, RANK)] = ranks
+            entries.view(np.float32)[(*place, SCALE)] = scales
+        return torch.from_numpy(entries)
+
+
+def _joined(moves: Iterable[Move]) -> list[tuple[int, int, int]]:
+    """Source, target and bytes of moves, those as one that follow each other in both places."""
+    joined: list[tuple[int, int, int]] = []
+    for _, source, target, nbytes in moves:
+        if joined and (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]) == (source, target):
+            joined[-1] = (*joined[-1][:2], joined[-1][2] + nbytes)
+        else:
+            joined.append((source, target, nbytes))
+    return joined

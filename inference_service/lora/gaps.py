@@ -64,8 +64,14 @@ def fit(gaps: Sequence[Range], sizes: Sequence[int]) -> Fit | None:
     )
     if whole is not None:
         offsets = tuple(accumulate(sizes[:-1], initial=whole.start))
-        return Fit(offsets, _without(gaps, [Range(whole.start, whole.start + total)]))
+        return Fit(offsets, without(gaps, [Range(whole.start, whole.start + total)]))
     return _fit_apart(gaps, sizes)
+
+
+def without(gaps: Sequence[Range], taken: Iterable[Range]) -> tuple[Range, ...]:
+    """`gaps` less `taken`, which lie inside them."""
+    end = max((gap.end for gap in gaps), default=0)
+    return complement([*complement(gaps, end), *taken], end)
 
 
 def _fit_apart(gaps: Sequence[Range], sizes: Sequence[int]) -> Fit | None:
@@ -77,10 +83,4 @@ def _fit_apart(gaps: Sequence[Range], sizes: Sequence[int]) -> Fit | None:
             return None
         offsets[index] = best.start
         room[room.index(best)] = Range(best.start + sizes[index], best.end)
-    return Fit(tuple(offsets), _without(gaps, [Range(o, o + s) for o, s in zip(offsets, sizes, strict=True)]))
-
-
-def _without(gaps: Sequence[Range], taken: Iterable[Range]) -> tuple[Range, ...]:
-    """`gaps` less `taken`, which lie inside them."""
-    end = max(gap.end for gap in gaps)
-    return complement([*complement(gaps, end), *taken], end)
+    return Fit(tuple(offsets), without(gaps, [Range(o, o + s) for o, s in zip(offsets, sizes, strict=True)]))

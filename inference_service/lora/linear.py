@@ -3,16 +3,20 @@
 # torch.cuda is untyped in torch.
 # mypy: disable-error-code="no-untyped-call"
 
+from itertools import product
+
 import torch
 from torch import Tensor, nn
 
 from inference_service.lora.arena import Arena
 from inference_service.lora.batch import LoraBatch
+from kernels import reference
 from kernels.lora import Addend, add_lora, shrink
 from kernels.table import Chunks, Group
 from shared.base_model import ModelConfig, linear_shape
 
 SIDE_ROWS = 16  # rows a chunk up to which a batch is decoding
+WIDENED_ROWS = 1024  # of half precision, of which a float32 copy is made at a time: a GPU has planned for no more
 
 # A layer's packed projections, and the modules in each as indices into `shared.base_model.MODULES`.
 PROJECTIONS = {
@@ -38,6 +42,7 @@ class LoraLinear(nn.Module):
     def __init__(self, base: nn.Module, arena: Arena, layer: int, group: Group) -> None:
         super().__init__()
         self.base = base
+        self.arena = arena
         self.table = arena.table
         self.side = arena.side
         self.layer = layer
@@ -46,9 +51,33 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
         """x `[rows, in]` → `[rows, columns[-1]]`; the base projection alone where `lora` is None."""
         y: Tensor = self.base(x, None)
-        if lora is not None:
-            add_lora(y, x, self.table, self.layer, self.group, lora)
+        if lora is None:
+            return y
+        if lora.rich:
+            return self._with_extras(y, x, lora)
+        add_lora(y, x, self.table, self.layer, self.group, lora.rows)
         return y
+
+    def _with_extras(self, y: Tensor, x: Tensor, lora: LoraBatch) -> Tensor:
+        """As `forward`, and gains and offsets, all in float32 with one rounding. PyTorch's products on any device."""
+        if y.dtype == torch.float32:
+            self._add_with_extras(y, x, lora)
+            return y
+        for start in range(0, y.shape[0], WIDENED_ROWS):
+            end = min(start + WIDENED_ROWS, y.shape[0])
+            total = y[start:end].float()
+            self._add_with_extras(total, x[start:end].float(), lora.part(start, end))
+            y[start:end] = total
+        return y
+
+    def _add_with_extras(self, y: Tensor, x: Tensor, lora: LoraBatch) -> None:
+        """On `y` and `x` in float32, in place."""
+        reference.add_lora(y, x, self.table, self.layer, self.group, lora.segments)
+        columns = zip(self.group.modules, self.group.columns[:-1], self.group.columns[1:], strict=True)
+        for (module, begin, stop), (slot, start, end) in product(columns, lora.rich):
+            affine = self.arena.extras[slot].affine.get((self.layer, module))
+            if affine is not None:
+                affine.apply(y[start:end, begin:stop])
 
     def project(self, x: Tensor, chunks: Chunks | None) -> tuple[Tensor, Addend | None]:
         """The base output on a GPU, and what the adapters add, for the kernel that reads both.

@@ -1,17 +1,20 @@
 """Which adapter is in which slot, and where its bytes lie in the arena. Policy on Python ints; the arena copies.
 
 A slot is a small integer that the kernels index. Bytes follow an adapter's true rank and targets: one chunk a layer,
-each in any gap. The victim is the least recently used adapter that nobody references and that is not pinned.
+each in any gap. The victim is the least recently used adapter that nobody references or waits for and that is not
+pinned. Only bytes and slots cost a victim: where the bytes are free in pieces, chunks are moved, a bounded number of
+bytes at a time.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from inference_service.lora.gaps import Range, coalesce, complement, fit, round_up
+from inference_service.lora.compaction import find_lack, plan_joining
+from inference_service.lora.gaps import Range, coalesce, fit, round_up, without
 from inference_service.types import BlobLayout
-from shared.errors import AdapterMemory
+from shared.errors import AdapterMemory, TenantQuota
 
 
 class Handle(NamedTuple):
@@ -22,18 +25,42 @@ class Handle(NamedTuple):
 
 
 class Evicted(NamedTuple):
-    """An adapter that made room."""
+    """An adapter that made room, for want of `bytes` or `slots`."""
 
     digest: str
     handle: Handle
+    reason: Literal["bytes", "slots"]
+
+
+class Move(NamedTuple):
+    """`nbytes` of a resident adapter go from `source` to `target` in the arena, which is the lower; they may overlap.
+
+    Moves are made in order: one may write where an earlier one read.
+    """
+
+    handle: Handle
+    source: int
+    target: int
+    nbytes: int
 
 
 class Placement(NamedTuple):
-    """Where an adapter goes: its slot, the arena offset of each of its chunks, and who made room."""
+    """Where an adapter goes: its slot, and the arena offset of each of its chunks."""
 
     handle: Handle
     chunk_offsets: tuple[int, ...]
-    evicted: tuple[Evicted, ...]
+
+
+class Room(NamedTuple):
+    """What an attempt to place an adapter has changed, in this order: who was evicted, what moves, where it goes.
+
+    Without a `placement` it must wait: for references to drop if nobody was evicted and nothing moved, else for a
+    next call, which moves more.
+    """
+
+    evicted: tuple[Evicted, ...] = ()
+    moves: tuple[Move, ...] = ()
+    placement: Placement | None = None
 
 
 class StaleHandle(LookupError):
@@ -42,7 +69,10 @@ class StaleHandle(LookupError):
 
 @dataclass
 class Resident:
-    """One adapter in a slot. `ranges`: its chunks in the arena. `references`: whoever may not lose it."""
+    """One adapter in a slot. `ranges`: its chunks in the arena. `references`: whoever may not lose it.
+
+    `owner`: the tenant whose requests brought it, or "". `is_arriving`: its bytes are on their way and cannot be moved.
+    """
 
     digest: str
     handle: Handle
@@ -50,6 +80,8 @@ class Resident:
     rank: int
     references: int
     pinned: bool
+    owner: str = ""
+    is_arriving: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -68,13 +100,24 @@ class SlotTable:
     Args:
         num_slots: How many adapters can be resident at once.
         arena_bytes: Size of the arena; what is beyond the last whole unit stays unused.
+        move_bytes: How many bytes one `reserve` may move; at least one chunk, whatever its size.
         retry_after: Seconds that `AdapterMemory` tells the caller to wait when pins are in the way.
+        owner_bytes: Of the adapters of one owner; 0 for all there are.
     """
 
-    def __init__(self, num_slots: int, arena_bytes: int, retry_after: float = 5.0) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        arena_bytes: int,
+        move_bytes: int = 64 << 20,
+        retry_after: float = 5.0,
+        owner_bytes: int = 0,
+    ) -> None:
         self.num_slots = num_slots
         self.arena_bytes = arena_bytes
+        self.move_bytes = move_bytes
         self.retry_after = retry_after
+        self.owner_bytes = owner_bytes
         # Grows whenever the answer to a load that waits for room may have changed.
         self.changes = 0
         self._end = arena_bytes - arena_bytes % round_up(1)
@@ -83,30 +126,69 @@ class SlotTable:
         self._by_slot: dict[int, Resident] = {}
         self._free_slots = list(range(num_slots))
         self._generations = [0] * num_slots
+        self._wanted: Set[str] = frozenset()
+        self._compacting_for: str | None = None  # has slot and bytes, though in pieces; nobody else may take them
 
-    def reserve(self, digest: str, layout: BlobLayout, pinned: bool = False) -> Placement | None:
-        """A slot and bytes for an adapter, evicting others where needed; the caller holds one reference to it.
+    def reserve(self, digest: str, layout: BlobLayout, pinned: bool = False, owner: str = "") -> Room:
+        """A slot and bytes for an adapter, evicting and moving others where needed. What its owner has too much of
+        goes first.
 
-        Returns:
-            The placement, or None when it must wait for references to drop. None evicts nobody.
+        Once placed, the caller holds one reference to it and calls `arrived` when its bytes are there. While chunks
+        move for one adapter, others must wait, until it is placed or given up.
 
         Raises:
             AdapterMemory: it is larger than the arena (no retry helps), or pinned adapters leave too little room.
+            TenantQuota: it is larger than its owner's adapters may be together.
         """
         if digest in self._residents:
             raise ValueError(f"{digest} is resident")
-        sizes = [round_up(chunk.nbytes) for chunk in layout.chunks]
-        self._check_possible(sizes)
-        evicted = self._make_room(sizes)
+        sizes = _sizes(layout)
+        try:
+            self._check_possible(sum(sizes))
+            self._check_owner(sum(sizes), owner)
+        except (AdapterMemory, TenantQuota):
+            self.give_up(digest)
+            raise
+        if self._compacting_for not in (None, digest):
+            return Room()
+        evicted = self._evict_for(sum(sizes), owner)
         if evicted is None:
-            return None
-        return self._place(digest, layout.rank, sizes, pinned, evicted)
+            return Room()
+        moves = self._compact(sizes)
+        found = fit(self._gaps, sizes)
+        if found is None:
+            self._compacting_for = digest
+            return Room(evicted, moves)
+        self.give_up(digest)
+        offsets, self._gaps = found
+        return Room(evicted, moves, self._place(digest, layout.rank, offsets, sizes, pinned, owner))
 
-    def can_hold(self, layout: BlobLayout) -> bool:
+    def give_up(self, digest: str) -> None:
+        """The adapter that room may have been made for is not to be placed."""
+        if self._compacting_for == digest:
+            self._compacting_for = None
+            self.changes += 1
+
+    def arrived(self, handle: Handle) -> None:
+        """The adapter's bytes are in their place, and may be moved to another.
+
+        Raises:
+            StaleHandle: the slot is no longer this adapter's.
+        """
+        self.resolve(handle).is_arriving = False
+        self.changes += self._compacting_for is not None
+
+    def set_wanted(self, digests: Set[str]) -> None:
+        """Those that requests wait for now: none of them is evicted."""
+        self.changes += not self._residents.keys().isdisjoint(self._wanted - digests)
+        self._wanted = digests
+
+    def can_hold(self, layout: BlobLayout, owner: str = "") -> bool:
         """Whether `reserve` would place the adapter, at once or after waiting."""
         try:
-            self._check_possible([round_up(chunk.nbytes) for chunk in layout.chunks])
-        except AdapterMemory:
+            self._check_possible(sum(_sizes(layout)))
+            self._check_owner(sum(_sizes(layout)), owner)
+        except (AdapterMemory, TenantQuota):
             return False
         return True
 
@@ -174,10 +256,46 @@ class SlotTable:
         """Every adapter in a slot, least recently used first."""
         return list(self._residents.values())
 
+    def room_unpinned(self) -> tuple[int, int]:
+        """Bytes and slots that pinned adapters leave."""
+        pinned = [resident.nbytes for resident in self._residents.values() if resident.pinned]
+        return self._end - sum(pinned), self.num_slots - len(pinned)
+
+    def excess(self, needed: int, owner: str) -> int:
+        """Bytes that an owner must give up before it may have `needed` more."""
+        if not owner or not self.owner_bytes:
+            return 0
+        owned = sum(resident.nbytes for resident in self._residents.values() if resident.owner == owner)
+        return max(owned + needed - self.owner_bytes, 0)
+
+    def bytes_for(self, layout: BlobLayout) -> int:
+        """Arena bytes that an adapter takes."""
+        return sum(_sizes(layout))
+
+    @property
+    def mean_bytes(self) -> int:
+        """Arena bytes of a resident adapter on average; 0 without any."""
+        return (self._end - self.free_bytes) // max(len(self._residents), 1)
+
     @property
     def free_bytes(self) -> int:
         """Arena bytes that no adapter takes."""
         return _length(self._gaps)
+
+    @property
+    def is_compacting(self) -> bool:
+        """Whether chunks move until an adapter fits that is to be reserved again."""
+        return self._compacting_for is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Arena bytes that adapters can take."""
+        return self._end
+
+    @property
+    def largest_gap(self) -> int:
+        """Bytes of the largest gap."""
+        return max((gap.size for gap in self._gaps), default=0)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless ranges and gaps tile the arena and every slot is free or used, once."""
@@ -193,9 +311,8 @@ class SlotTable:
             assert resident.references >= 0, "negative references"
             assert resident.handle.generation == self._generations[resident.handle.slot], "a resident is stale"
 
-    def _check_possible(self, sizes: list[int]) -> None:
-        """Raise if the adapter could not be placed even with every unpinned adapter gone."""
-        needed = sum(sizes)
+    def _check_possible(self, needed: int) -> None:
+        """Raise if `needed` bytes could not be had even with every unpinned adapter gone."""
         facts = {"bytes_needed": str(needed), "arena_bytes": str(self._end)}
         if needed > self._end:
             raise AdapterMemory(
@@ -203,9 +320,14 @@ class SlotTable:
                 "enlarge it with --adapter-memory",
                 metadata=facts,
             )
-        pinned = [resident for resident in self._residents.values() if resident.pinned]
-        left = complement((chunk for resident in pinned for chunk in resident.ranges), self._end)
-        if len(pinned) == self.num_slots or fit(left, sizes) is None:
+        pinned = [resident.nbytes for resident in self._residents.values() if resident.pinned]
+        if len(pinned) == self.num_slots:
+            raise AdapterMemory(
+                f"pinned adapters take all {self.num_slots} slots; unload one, or raise --max-adapters",
+                metadata={"slots": str(self.num_slots)},
+                retry_after=self.retry_after,
+            )
+        if needed > self._end - sum(pinned):
             raise AdapterMemory(
                 f"pinned adapters leave no room for {needed} bytes in the adapter arena of {self._end}; "
                 "unload one, or enlarge the arena with --adapter-memory",
@@ -213,37 +335,97 @@ class SlotTable:
                 retry_after=self.retry_after,
             )
 
-    def _make_room(self, sizes: list[int]) -> list[Resident] | None:
-        """The fewest least recently used adapters after whose eviction there are a slot and gaps, or None.
+    def _check_owner(self, needed: int, owner: str) -> None:
+        if owner and 0 < self.owner_bytes < needed:
+            raise TenantQuota(
+                f"the adapter takes {needed} bytes of device memory, and a tenant's adapters may take "
+                f"{self.owner_bytes}; raise --adapter-memory-per-tenant",
+                metadata={"limit": "adapter_bytes", "value": str(self.owner_bytes), "bytes_needed": str(needed)},
+            )
 
-        Bytes may be free and no gap fit; then more go than bytes alone ask for. Moving chunks within the arena
-        instead belongs here: it would return moves beside the evicted.
-        """
-        gaps, slots, evicted = self._gaps, len(self._free_slots), list[Resident]()
-        victims = (resident for resident in self._residents.values() if resident.is_evictable)
-        while not slots or fit(gaps, sizes) is None:
-            victim = next(victims, None)
-            if victim is None:
-                return None
-            evicted.append(victim)
-            gaps = coalesce([*gaps, *victim.ranges])
-            slots += 1
-        return evicted
+    def _evict_for(self, needed: int, owner: str) -> tuple[Evicted, ...] | None:
+        """Evict until a slot and `needed` bytes are free; None, and nobody, if references are in the way."""
+        excess = self.excess(needed, owner)
+        reason: Literal["bytes", "slots"] = "bytes" if needed > self.free_bytes or excess > 0 else "slots"
+        victims = self._victims(needed - self.free_bytes, 0 if self._free_slots else 1, owner, excess)
+        if victims is None:
+            return None
+        for victim in victims:
+            self._drop(victim)
+        return tuple(Evicted(victim.digest, victim.handle, reason) for victim in victims)
 
-    def _place(self, digest: str, rank: int, sizes: list[int], pinned: bool, evicted: Iterable[Resident]) -> Placement:
-        gone = [Evicted(resident.digest, resident.handle) for resident in evicted]
-        for digest_, _ in gone:
-            self._drop(self._residents[digest_])
-        found = fit(self._gaps, sizes)
-        assert found is not None
-        offsets, self._gaps = found
+    def _victims(self, nbytes: int, at_least: int, owner: str, excess: int) -> list[Resident] | None:
+        """The least recently used adapters that take so many bytes and slots, less those that it does not take;
+        among them `excess` bytes of `owner`'s."""
+        evictable = [r for r in self._residents.values() if r.is_evictable and r.digest not in self._wanted]
+        victims: list[Resident] = []
+        for resident in evictable:
+            if excess > 0 and resident.owner == owner:
+                victims.append(resident)
+                excess -= resident.nbytes
+                nbytes -= resident.nbytes
+        num_own = len(victims)
+        for resident in evictable:
+            if nbytes <= 0 and len(victims) >= at_least:
+                break
+            if resident not in victims[:num_own]:
+                victims.append(resident)
+                nbytes -= resident.nbytes
+        if excess > 0 or nbytes > 0 or len(victims) < at_least:
+            return None
+        for victim in reversed(victims[num_own:]):
+            if victim.nbytes + nbytes <= 0 and len(victims) > at_least:
+                nbytes += victim.nbytes
+                victims.remove(victim)
+        return victims
+
+    def _compact(self, sizes: list[int]) -> tuple[Move, ...]:
+        """Moves after which `sizes` fit, or after which fewer are needed: those of about `move_bytes`."""
+        moves: list[Move] = []
+        left = self.move_bytes
+        fixed = sorted(chunk for r in self._residents.values() if r.is_arriving for chunk in r.ranges)
+        while left > 0 and fit(self._gaps, sizes) is None:
+            joining = plan_joining(self._gaps, find_lack(self._gaps, sizes), fixed)
+            if joining is None:
+                break
+            slid = self._slide(joining.region, left)
+            moves += slid
+            left -= sum(move.nbytes for move in slid)
+        return tuple(moves)
+
+    def _slide(self, region: Range, most: int) -> list[Move]:
+        """Move chunks to the start of `region`, which joins its gaps; stops after about `most` bytes."""
+        chunks = sorted(
+            (chunk, resident.handle.slot, index)
+            for resident in self._residents.values()
+            for index, chunk in enumerate(resident.ranges)
+            if region.start <= chunk.start < region.end
+        )
+        moves: list[Move] = []
+        end = region.start
+        for chunk, slot, index in chunks:
+            if end - region.start >= most:
+                break
+            resident = self._by_slot[slot]
+            moves.append(Move(resident.handle, chunk.start, end, chunk.size))
+            ranges = list(resident.ranges)
+            ranges[index] = Range(end, end + chunk.size)
+            resident.ranges = tuple(ranges)
+            end += chunk.size
+        freed = coalesce([*self._gaps, *(Range(move.source, move.source + move.nbytes) for move in moves)])
+        self._gaps = without(freed, [Range(move.target, move.target + move.nbytes) for move in moves])
+        return moves
+
+    def _place(
+        self, digest: str, rank: int, offsets: tuple[int, ...], sizes: list[int], pinned: bool, owner: str
+    ) -> Placement:
         slot = heapq.heappop(self._free_slots)
         self._generations[slot] += 1
         handle = Handle(slot, self._generations[slot])
         ranges = tuple(Range(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-        self._residents[digest] = self._by_slot[slot] = Resident(digest, handle, ranges, rank, 1, pinned)
+        self._residents[digest] = self._by_slot[slot] = Resident(digest, handle, ranges, rank, 1, pinned, owner)
         self.changes += pinned
-        return Placement(handle, offsets, tuple(gone))
+        return Placement(handle, offsets)
 
     def _drop(self, resident: Resident) -> None:
         del self._residents[resident.digest], self._by_slot[resident.handle.slot]
@@ -254,3 +436,7 @@ class SlotTable:
 
 def _length(ranges: Iterable[Range]) -> int:
     return sum(taken.size for taken in ranges)
+
+
+def _sizes(layout: BlobLayout) -> list[int]:
+    return [round_up(chunk.nbytes) for chunk in layout.chunks]

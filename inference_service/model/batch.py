@@ -23,7 +23,8 @@ class ForwardBatch:
     block_tables: Tensor  # [seqs, max_blocks] int32, padded with 0
     num_decodes: int
     logit_rows: Tensor  # [rows] int64, the token rows whose logits are wanted
-    lora: object | None = None  # handed to every projection as it is; the model does not look inside
+    lora: object | None = None  # handed to every module as it is; the model does not look inside
+    logit_lora: object | None = None  # the same of `logit_rows`, for what comes behind the last layer
 
 
 @dataclass(frozen=True)

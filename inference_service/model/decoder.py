@@ -2,11 +2,10 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from inference_service.model.attention import AttentionPlan, KVCache, attend, plan_attention
 from inference_service.model.batch import ForwardBatch
-from inference_service.model.layers import GatedMLP, Linear, RMSNorm, frozen, linear
+from inference_service.model.layers import Embedding, GatedMLP, Head, Linear, RMSNorm, frozen
 from inference_service.model.rope import Rotation, inverse_frequencies, rotate, rotation
 from shared.base_model import ModelConfig
 
@@ -31,7 +30,7 @@ class SelfAttention(nn.Module):
         qk, v = torch.split(heads, [self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = torch.split(qk, [self.num_heads, self.num_kv_heads], 1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
+            qk = torch.cat((self.q_norm(q, lora), self.k_norm(k, lora)), 1)
         q, k = torch.split(rotate(qk, by), [self.num_heads, self.num_kv_heads], 1)
         y: Tensor = self.o_proj(attend(q, k, v, self.layer, plan, kv_cache), lora)
         return y
@@ -49,8 +48,8 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(hidden, config.intermediate_size, config.mlp_bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, by: Rotation, plan: AttentionPlan, kv_cache: KVCache, lora: object | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), by, plan, kv_cache, lora)
-        y: Tensor = x + self.mlp(self.post_attention_layernorm(x), lora)
+        x = x + self.self_attn(self.input_layernorm(x, lora), by, plan, kv_cache, lora)
+        y: Tensor = x + self.mlp(self.post_attention_layernorm(x, lora), lora)
         return y
 
 
@@ -72,19 +71,25 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
         tied, shape = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
         self.lm_head = self.embed if tied else frozen(*shape, device=device, dtype=dtype)
+        self.embedding: nn.Module = Embedding(self.embed)
+        self.head: nn.Module = Head(self.lm_head)
         self.register_buffer("frequencies", inverse_frequencies(config).to(device), persistent=False)
         self.attention_factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """Normed hidden states of `batch.logit_rows`, [rows, hidden]. Writes the tokens' K and V into `kv_cache`."""
-        x = embedding(batch.token_ids, self.embed)  # [tokens, hidden]
+        x = self.embedding(batch.token_ids, batch.lora)  # [tokens, hidden]
         plan = plan_attention(batch, self.config.sliding_windows, kv_cache.block_size, x.dtype)
         by = rotation(batch.positions, self.frequencies, self.attention_factor)
         for layer in self.layers:
             x = layer(x, by, plan, kv_cache, batch.lora)
-        hidden: Tensor = self.norm(x.index_select(0, batch.logit_rows))
+        hidden: Tensor = self.norm(x.index_select(0, batch.logit_rows), batch.logit_lora)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token, [rows, vocab] float32, from normed `hidden` [rows, hidden]."""
-        return linear(hidden, self.lm_head).float()
+    def logits(self, hidden: Tensor, lora: object | None = None) -> Tensor:
+        """Scores of the next token, [rows, vocab] float32, from normed `hidden` [rows, hidden].
+
+        `lora`: of these rows, as `ForwardBatch.logit_lora` has them. Adapters may add columns.
+        """
+        logits: Tensor = self.head(hidden, lora)
+        return logits

@@ -40,11 +40,19 @@ class FusedDecoder:
         after_mlp = [layer.input_layernorm.weight for layer in self._layers[1:]] + [decoder.norm.weight]
         self._after_mlp: list[Tensor] = list(after_mlp)
 
-    def forward(self, batch: DeviceBatch, kv_cache: KVCache) -> Tensor:
-        """Normed hidden states of `batch.logit_rows`, `[rows, hidden]`. Writes the tokens' K and V into `kv_cache`."""
+    @property
+    def num_kinds(self) -> int:
+        """First layers that launch every kernel that any layer does: they differ in their windows alone."""
+        return max(self._windows.index(window) for window in self._windows) + 1
+
+    def forward(self, batch: DeviceBatch, kv_cache: KVCache, num_layers: int | None = None) -> Tensor:
+        """Normed hidden states of `batch.logit_rows`, `[rows, hidden]`. Writes the tokens' K and V into `kv_cache`.
+
+        `num_layers`: only the first ones, to warm up; None for all.
+        """
         residual = embedding(batch.token_ids, self._decoder.embed)  # [tokens, hidden]
         x = rms_norm(residual, self._layers[0].input_layernorm.weight, self._eps)
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self._layers[:num_layers]):
             y, addend = project(layer.self_attn.o_proj, self._attend(x, index, batch, kv_cache), batch)
             x = add_rms_norm(y, residual, layer.post_attention_layernorm.weight, self._eps, addend=addend)
             gate_up, addend = project(layer.mlp.gate_up_proj, x, batch)

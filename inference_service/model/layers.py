@@ -38,6 +38,28 @@ class Linear(nn.Module):
         return linear(x, self.weight, self.bias)
 
 
+class Embedding(nn.Module):
+    """Rows of `weight` [vocab, hidden]."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, token_ids: Tensor, lora: object | None = None) -> Tensor:
+        return functional.embedding(token_ids, self.weight)
+
+
+class Head(nn.Module):
+    """Scores of every token of `weight` [vocab, hidden], in float32."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden: Tensor, lora: object | None = None) -> Tensor:
+        return linear(hidden, self.weight).float()
+
+
 class RMSNorm(nn.Module):
     """x / √(mean(x²) + eps) · weight over the last dimension, computed in float32 (arXiv:1910.07467)."""
 
@@ -46,7 +68,7 @@ class RMSNorm(nn.Module):
         self.weight = frozen(size, device=device, dtype=dtype)
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lora: object | None = None) -> Tensor:
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

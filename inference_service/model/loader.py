@@ -1,20 +1,20 @@
-"""From a Hugging Face folder to a `Decoder`: config.json and safetensors files, one tensor at a time."""
+"""From a Hugging Face folder to a `Decoder`: config.json and safetensors files."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from inference_service.model.checkpoint import DTYPES, Source, read_tensors, unreadable
 from inference_service.model.decoder import Decoder
+from shared.adapter_format.header import TensorInfo, read_header_of
 from shared.base_model import MODULES, ModelConfig, linear_shape, module_path, parse_config, tensor_shapes
-from shared.errors import BaseModelMismatch
+from shared.errors import AdapterInvalid, BaseModelMismatch
 from shared.model_folder import load_raw_config, read_json_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-STORED_DTYPES = ("F32", "F16", "BF16")
 
 # packed projection of a layer ← the linears of the checkpoint that it holds, first rows first
 PACKED = {
@@ -46,12 +46,11 @@ def load_model(folder: Path, config: ModelConfig, device: torch.device | str, dt
     """
     decoder = Decoder(config, device=torch.device(device), dtype=dtype)
     wanted = destinations(decoder)
-    for file in _weight_files(folder):
-        for name, stored in _tensors(file, config, wanted):
-            wanted.pop(name).copy_(stored)
+    sources = [source for file in _weight_files(folder) for source in _take(file, config, wanted)]
     if wanted:
         names = ", ".join(list(wanted)[:5]) + (f" and {len(wanted) - 5} more" if len(wanted) > 5 else "")
         raise BaseModelMismatch(f"the checkpoint lacks {names}", metadata={"tensor": next(iter(wanted))})
+    read_tensors(sources)
     return decoder
 
 
@@ -101,17 +100,19 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in dict.fromkeys(names.values())]
 
 
-def _tensors(file: Path, config: ModelConfig, wanted: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of `file` that are `wanted`, one at a time, as stored. Only one is in memory."""
+def _take(file: Path, config: ModelConfig, wanted: dict[str, Tensor]) -> Iterator[Source]:
+    """The tensors of `file`, checked; they leave `wanted`."""
     shapes = tensor_shapes(config)
     try:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - a safetensors file is no mapping
-                if not _is_ignored(name, config):
-                    _check(name, tensors.get_slice(name), shapes, wanted)
-                    yield name, tensors.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise BaseModelMismatch(f"{file.name} cannot be read: {error}", metadata={"file": file.name}) from error
+        header = read_header_of(file)
+    except OSError as error:
+        raise unreadable(file.name, error.strerror) from error
+    except AdapterInvalid as error:  # the reader's usual files are adapters
+        raise unreadable(file.name, error.message) from error
+    for name, info in header.items():
+        if not _is_ignored(name, config):
+            _check(name, info, shapes, wanted)
+            yield Source(file, info, wanted.pop(name))
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
@@ -119,13 +120,13 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
-def _check(name: str, stored: Any, shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]) -> None:
+def _check(name: str, stored: TensorInfo, shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]) -> None:
     if name not in wanted:
         reason = "is there twice" if name in shapes else "is not part of this architecture"
-    elif tuple(stored.get_shape()) != shapes[name]:
-        reason = f"has shape {tuple(stored.get_shape())}, config.json says {shapes[name]}"
-    elif stored.get_dtype() not in STORED_DTYPES:
-        reason = f"has dtype {stored.get_dtype()}; supported: {', '.join(STORED_DTYPES)}"
+    elif stored.shape != shapes[name]:
+        reason = f"has shape {stored.shape}, config.json says {shapes[name]}"
+    elif stored.dtype not in DTYPES:
+        reason = f"has dtype {stored.dtype}; supported: {', '.join(DTYPES)}"
     else:
         return
     raise BaseModelMismatch(f"tensor {name} {reason}", metadata={"tensor": name})

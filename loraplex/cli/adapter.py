@@ -8,11 +8,13 @@ import typer
 from rich.console import Console
 
 from loraplex.cli.calls import run
+from loraplex.cli.identity import own_namespace
 from loraplex.cli.options import (
     DEFAULT_REGISTRY,
-    MAX_INT32,
     AdapterArgument,
+    FilterOption,
     Json,
+    OrderOption,
     ReferenceArgument,
     RegistryAddress,
     key_values,
@@ -20,6 +22,7 @@ from loraplex.cli.options import (
     parsed_adapter,
 )
 from loraplex.cli.output import (
+    alias_targets,
     as_dict,
     megabytes,
     moment,
@@ -31,8 +34,7 @@ from loraplex.cli.output import (
 )
 from loraplex.client import Client
 from loraplex.registry.v1 import registry_pb2, resources_pb2
-from shared.errors import Unimplemented
-from shared.references import adapter_name, alias_name, namespace_name
+from shared.references import adapter_name, namespace_name
 
 app = typer.Typer(help="Manage adapters.")
 console = Console(stderr=True)
@@ -42,11 +44,11 @@ console = Console(stderr=True)
 def register(
     adapter: AdapterArgument,
     base_model: Annotated[str, typer.Option(help="Base model id.")],
-    source: Annotated[str, typer.Option(help="file://ROOT/path; ROOT is a --file-root of the services.")],
+    source: Annotated[str, typer.Option(help="file://ROOT/path, hf://org/repo or s3://bucket/prefix.")],
     alias: Annotated[list[str], typer.Option(help="Point this alias at the version; repeatable.")] = [],  # noqa: B006
     label: Annotated[list[str], typer.Option(help="K=V; repeatable. Used when the adapter is new.")] = [],  # noqa: B006
     description: Annotated[str, typer.Option(help="What it is for. Used when the adapter is new.")] = "",
-    credential: Annotated[str, typer.Option(hidden=True)] = "",
+    credential: Annotated[str, typer.Option(help="Name of a credential in the services' configuration.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only validate.")] = False,
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
@@ -84,13 +86,17 @@ def _print_registered(adapter: str, response: registry_pb2.RegisterAdapterRespon
 
 @app.command("list")
 def list_adapters(
-    namespace: Annotated[str, typer.Option(help="Namespace; - for all.")] = "default",
+    namespace: Annotated[str, typer.Option(help="Namespace; - for all.")] = "",
+    filter: FilterOption = "",
+    order_by: OrderOption = "",
     deleted: Annotated[bool, typer.Option("--deleted", help="Deleted ones too.")] = False,
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
-    """List adapters."""
-    request = registry_pb2.ListAdaptersRequest(parent=namespace_name(namespace), show_deleted=deleted)
+    """List adapters: rank and size of the version that the name alone means, and the replicas that have it ready."""
+    request = registry_pb2.ListAdaptersRequest(
+        parent=namespace_name(namespace or own_namespace()), filter=filter, order_by=order_by, show_deleted=deleted
+    )
 
     async def all_adapters(client: Client) -> list[resources_pb2.Adapter]:
         return [a async for page in client.pages(client.registry.ListAdapters, request) for a in page.adapters]
@@ -99,13 +105,17 @@ def list_adapters(
     if json:
         return print_json(adapters)
     return print_table(
-        ("ADAPTER", "LATEST", "ALIASES", "BASE MODEL", "DESCRIPTION"),
+        ("ADAPTER", "LATEST", "VERSIONS", "ALIASES", "BASE MODEL", "RANK", "SIZE", "READY", "DESCRIPTION"),
         (
             (
                 short_adapter(a.name) + (" (deleted)" if a.HasField("delete_time") else ""),
                 a.latest_version or "-",
+                a.num_versions,
                 _aliases(a),
                 a.base_model.removeprefix("baseModels/"),
+                a.default_version.rank or "-",
+                megabytes(a.default_version.size_bytes) if a.HasField("default_version") else "-",
+                _ready(a),
                 a.description or "-",
             )
             for a in adapters
@@ -115,13 +125,11 @@ def list_adapters(
 
 
 def _aliases(adapter: resources_pb2.Adapter) -> str:
-    return ", ".join(f"{a.name.rpartition('/')[2]}→{_targets(a)}" for a in adapter.aliases) or "-"
+    return ", ".join(f"{a.name.rpartition('/')[2]}→{alias_targets(a)}" for a in adapter.aliases) or "-"
 
 
-def _targets(alias: resources_pb2.AdapterAlias) -> str:
-    if len(alias.targets) == 1:
-        return str(alias.targets[0].version)
-    return "+".join(f"{t.version}:{t.weight:g}" for t in alias.targets)
+def _ready(adapter: resources_pb2.Adapter) -> str:
+    return f"{adapter.serving.ready_replicas}/{adapter.serving.target_replicas}"
 
 
 @app.command()
@@ -138,7 +146,23 @@ def show(reference: ReferenceArgument, json: Json = False, registry: RegistryAdd
     adapter, resolved = run(both, registry=registry)
     if json:
         return print_json({"adapter": as_dict(adapter), "resolved": as_dict(resolved)})
-    return print_table(("", ""), _details(adapter, resolved.version).items())
+    print_table(("", ""), _details(adapter, resolved.version).items())
+    if modules := resolved.version.lora_config.modules:
+        typer.echo("")
+        print_table(("MODULE", "LAYERS", "RANK", "SCALE", "KINDS", "TENSORS", "BYTES"), map(_module, modules))
+    return None
+
+
+def _module(module: resources_pb2.AdaptedModule) -> tuple[object, ...]:
+    return (
+        module.module,
+        module.layers or "-",
+        module.rank or "-",
+        f"{module.scale:g}" if module.rank else "-",
+        ", ".join(module.kinds) or "copy",
+        module.num_tensors,
+        megabytes(module.device_bytes),
+    )
 
 
 def _details(adapter: resources_pb2.Adapter, version: resources_pb2.AdapterVersion) -> dict[str, object]:
@@ -147,6 +171,10 @@ def _details(adapter: resources_pb2.Adapter, version: resources_pb2.AdapterVersi
         "adapter": adapter.name,
         "base model": adapter.base_model,
         "aliases": _aliases(adapter),
+        "default alias": adapter.default_alias,
+        "residency": resources_pb2.Adapter.Residency.Name(adapter.residency).removeprefix("RESIDENCY_"),
+        "ready replicas": _ready(adapter),
+        "not ready": ", ".join(f"{r.replica} ({r.reason})" for r in adapter.serving.not_ready) or "-",
         "description": adapter.description or "-",
         "labels": ", ".join(f"{k}={v}" for k, v in sorted(adapter.labels.items())) or "-",
         "version": version.name.rpartition("/")[2],
@@ -156,7 +184,8 @@ def _details(adapter: resources_pb2.Adapter, version: resources_pb2.AdapterVersi
         "on a device, 16 bit": megabytes(config.device_bytes),
         "rank": config.rank,
         "alpha": f"{config.alpha:g}" + (" (rsLoRA)" if config.use_rslora else ""),
-        "targets": ", ".join(config.target_modules),
+        "kinds": ", ".join(config.kinds),
+        "targets": ", ".join(config.target_modules) or "-",
         "modules": config.num_modules,
     }
 
@@ -164,14 +193,18 @@ def _details(adapter: resources_pb2.Adapter, version: resources_pb2.AdapterVersi
 @app.command()
 def versions(
     adapter: AdapterArgument,
+    filter: FilterOption = "",
+    order_by: OrderOption = "",
     deleted: Annotated[bool, typer.Option("--deleted", help="Deleted ones too.")] = False,
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
-    """List the versions of an adapter, newest first."""
+    """List the versions of an adapter, by default the newest first."""
     target = parsed_adapter(adapter)
     parent = adapter_name(target.namespace, target.adapter)
-    request = registry_pb2.ListAdapterVersionsRequest(parent=parent, show_deleted=deleted)
+    request = registry_pb2.ListAdapterVersionsRequest(
+        parent=parent, filter=filter, order_by=order_by, show_deleted=deleted
+    )
 
     async def all_versions(client: Client) -> list[resources_pb2.AdapterVersion]:
         return [v async for page in client.pages(client.registry.ListAdapterVersions, request) for v in page.versions]
@@ -192,27 +225,6 @@ def versions(
             for v in found
         ),
     )
-
-
-@app.command()
-def alias(
-    reference: Annotated[str, typer.Argument(help="[NAMESPACE/]ADAPTER@ALIAS")],
-    version: Annotated[int, typer.Argument(min=1, max=MAX_INT32, help="Version number.")],
-    json: Json = False,
-    registry: RegistryAddress = DEFAULT_REGISTRY,
-) -> None:
-    """Point an alias at a version."""
-    target = parsed(reference, "REFERENCE")
-    if not target.alias:
-        raise typer.BadParameter(f"{reference!r} names no alias; write ADAPTER@ALIAS", param_hint="REFERENCE")
-    request = registry_pb2.SetAdapterAliasRequest(
-        name=alias_name(target.namespace, target.adapter, target.alias),
-        targets=[resources_pb2.AliasTarget(version=version)],
-    )
-    response = run(lambda c: c.call(c.registry.SetAdapterAlias(request)), registry=registry)
-    if json:
-        return print_json(response.adapter)
-    return typer.echo(f"{reference} → version {version}")
 
 
 @app.command()
@@ -243,11 +255,3 @@ def undelete(adapter: AdapterArgument, json: Json = False, registry: RegistryAdd
     if json:
         return print_json(response.adapter)
     return typer.echo(f"undeleted: {response.adapter.name}")
-
-
-@app.command(hidden=True)
-def convert(reference: ReferenceArgument) -> None:
-    """Repair an adapter that was saved relative to a modified base model (not built yet)."""
-    raise Unimplemented(
-        f"converting {reference} is not built yet; re-save it with PEFT's path_initial_model_for_weight_conversion"
-    )

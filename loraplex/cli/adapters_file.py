@@ -2,24 +2,34 @@
 
 import re
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 import yaml
 
+from loraplex.cli.identity import own_namespace
 from loraplex.cli.options import names_version
 from shared.errors import InvalidArgument
 from shared.references import parse_reference
 
+Weight = Annotated[float, msgspec.Meta(gt=0)]
+
 
 class AdapterEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One adapter. None: the file does not say, so whatever is registered is right."""
+    """One adapter. None: the file does not say, so whatever is registered is right.
+
+    `aliases`: names, or names with this version's weights beside other entries' of the adapter.
+    """
 
     name: str
     source: str
     base_model: str
-    aliases: list[str] | None = None
+    aliases: list[str] | dict[str, Weight] | None = None
     labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
     description: str | None = None
+    default_alias: str | None = None
+    residency: Literal["on-demand", "preload", "pinned"] | None = None
     credential: str = ""
 
 
@@ -71,7 +81,7 @@ def _text(file: Path) -> str:
 
 def _check_entry(file: Path, root: yaml.Node | None, path: str, entry: AdapterEntry) -> None:
     try:
-        reference = parse_reference(entry.name, "default")
+        reference = parse_reference(entry.name, own_namespace())
     except InvalidArgument as error:
         raise _wrong(file, root, f"{error.violations[0].description} - at `{path}.name`") from None
     if names_version(reference):

@@ -1,21 +1,21 @@
 """`loraplex apply`: make the registry hold what a file says. Applying twice changes nothing."""
 
 import uuid
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from loraplex.cli.adapter_update import RESIDENCIES, Residency, updated
 from loraplex.cli.adapters_file import AdapterEntry, WrongFile, read
 from loraplex.cli.calls import is_foreign, run
 from loraplex.cli.options import DEFAULT_REGISTRY, Json, RegistryAddress, parsed
 from loraplex.cli.output import print_json, print_table
 from loraplex.client import Client
 from loraplex.registry.v1 import registry_pb2, resources_pb2
-from shared.errors import AdapterNotFound, LoraplexError
-from shared.references import Reference, adapter_name, namespace_name
+from shared.errors import LoraplexError
+from shared.references import Reference, adapter_name, alias_name, namespace_name
 
 
 class Row(NamedTuple):
@@ -28,13 +28,23 @@ class Row(NamedTuple):
     detail: str
 
 
+class _Registered(NamedTuple):
+    """An entry that the registry has taken. `version` is 0 if it was only validated."""
+
+    entry: AdapterEntry
+    version: int
+    digest: str
+    created: bool
+
+
 def apply(
     file: Annotated[Path, typer.Option("--file", "-f", help="YAML file; its keys are above.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only validate.")] = False,
+    prune: Annotated[bool, typer.Option("--prune", help="Take away aliases that the file does not list.")] = False,
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
-    """Register every adapter of a YAML file and point its aliases. What is so already stays as it is.
+    """Make every adapter of a YAML file what the file says. What is so already stays as it is.
 
     \b
     adapters:
@@ -43,10 +53,18 @@ def apply(
         source: file://store/refunds       # file://ROOT/path, ROOT a --file-root
         aliases: [prod, stable]            # optional: point at this version
         labels: {team: support}            # optional
+        annotations: {owner: mail@team}    # optional
         description: Answers on refunds.   # optional
+        default_alias: prod                # optional: what the name alone means
+        residency: preload                 # optional: on-demand, preload, pinned
       - name: pirate
         base_model: smollm2-135m-instruct
         source: file://store/pirate
+        aliases: {prod: 9}                 # share of the requests, by weight
+      - name: pirate
+        base_model: smollm2-135m-instruct
+        source: file://store/pirate-next
+        aliases: {prod: 1}
 
     A key that is left out is left as it is. Entries of one adapter with several sources are its versions; its aliases
     are then those of all of them.
@@ -54,18 +72,18 @@ def apply(
     \b
     Results:
       registered  a new version
-      updated     a known version; an alias was moved to it
+      updated     a known version; the adapter or an alias was changed
       unchanged   all is as the file says
       valid       with --dry-run: it could be registered
-      differs     description, labels or further aliases are not as the file
-                  says, and cannot be changed yet; exit status 1
+      differs     there are aliases that the file does not list: --prune takes
+                  them away; exit status 1
       failed      refused, for the reason given; exit status 1
     """
     try:
         entries = read(file)
     except WrongFile as error:
         raise typer.BadParameter(str(error), param_hint="--file") from None
-    rows = run(lambda client: _apply(client, entries, dry_run), registry=registry)
+    rows = run(lambda client: _apply(client, entries, dry_run, prune), registry=registry)
     if json:
         print_json([row._asdict() for row in rows])
     else:
@@ -75,69 +93,145 @@ def apply(
         raise typer.Exit(1)
 
 
-async def _apply(client: Client, entries: list[AdapterEntry], dry_run: bool) -> list[Row]:
-    aliases: dict[Reference, set[str]] = defaultdict(set)
-    for entry in entries:
-        aliases[parsed(entry.name)].update(entry.aliases or ())
-    return [await _apply_one(client, entry, aliases[parsed(entry.name)], dry_run) for entry in entries]
+async def _apply(client: Client, entries: Sequence[AdapterEntry], dry_run: bool, prune: bool) -> list[Row]:
+    """Rows in the file's order. The entries of an adapter are registered first, then its aliases and fields set."""
+    rows: dict[int, Row] = {}
+    adapters: dict[Reference, list[int]] = {}
+    for index, entry in enumerate(entries):
+        adapters.setdefault(parsed(entry.name), []).append(index)
+    for target, indices in adapters.items():
+        registered: dict[int, _Registered] = {}
+        for index in indices:
+            result = await _register(client, target, entries[index], dry_run)
+            if isinstance(result, Row):
+                rows[index] = result
+            else:
+                registered[index] = result
+        if dry_run:
+            rows.update(
+                {index: Row(each.entry.name, "valid", 0, each.digest, "") for index, each in registered.items()}
+            )
+            continue
+        is_whole = len(registered) == len(indices)
+        rows.update(await _finish(client, target, registered, is_whole=is_whole, prune=prune))
+    return [rows[index] for index in range(len(entries))]
 
 
-async def _apply_one(client: Client, entry: AdapterEntry, all_aliases: set[str], dry_run: bool) -> Row:
-    """Applies one entry. `all_aliases` are those that the file gives its adapter, here or in other entries."""
-    target = parsed(entry.name)
-    request = _request(entry, target, dry_run)
+async def _register(client: Client, target: Reference, entry: AdapterEntry, dry_run: bool) -> "_Registered | Row":
+    request = registry_pb2.RegisterAdapterRequest(
+        parent=namespace_name(target.namespace),
+        adapter_id=target.adapter,
+        base_model=entry.base_model,
+        source=resources_pb2.AdapterSource(uri=entry.source, credential_ref=entry.credential),
+        labels=entry.labels,
+        description=entry.description or "",
+        request_id=str(uuid.uuid4()),
+        validate_only=dry_run,
+    )
     try:
-        before = await _aliases_before(client, target)
         response = await client.call(client.registry.RegisterAdapter(request))
     except LoraplexError as error:
         if is_foreign(error):
             raise
         return Row(entry.name, "failed", 0, "", error.summary)
     number = int(response.version.name.rpartition("/")[2] or 0)
-    moved = [alias for alias in entry.aliases or () if not dry_run and before.get(alias) != {number}]
-    differing = _differing(entry, all_aliases, response.adapter)
-    result = "valid" if dry_run else "registered" if response.created else "updated" if moved else "unchanged"
-    details = [f"{alias}→{number}" for alias in moved]
-    if differing:
-        details = [result, *details, f"not as the file says, and cannot be changed yet: {', '.join(differing)}"]
-        result = "differs"
-    return Row(entry.name, result, number, response.version.digest, "; ".join(details))
+    return _Registered(entry, number, response.version.digest, response.created)
 
 
-def _request(entry: AdapterEntry, target: Reference, dry_run: bool) -> registry_pb2.RegisterAdapterRequest:
-    return registry_pb2.RegisterAdapterRequest(
-        parent=namespace_name(target.namespace),
-        adapter_id=target.adapter,
-        base_model=entry.base_model,
-        source=resources_pb2.AdapterSource(uri=entry.source, credential_ref=entry.credential),
-        aliases=entry.aliases,
-        labels=entry.labels,
-        description=entry.description or "",
-        request_id=str(uuid.uuid4()),
-        validate_only=dry_run,
-    )
-
-
-async def _aliases_before(client: Client, target: Reference) -> Mapping[str, set[int]]:
-    request = registry_pb2.GetAdapterRequest(name=adapter_name(target.namespace, target.adapter))
-    try:
-        return _alias_targets(await client.call(client.registry.GetAdapter(request)))
-    except AdapterNotFound:
+async def _finish(
+    client: Client, target: Reference, registered: dict[int, _Registered], *, is_whole: bool, prune: bool
+) -> dict[int, Row]:
+    """Sets what the entries of one adapter say of it. `is_whole`: none of them failed."""
+    if not registered:
         return {}
+    changes: dict[int, list[str]] = {index: [] for index in registered}
+    extra: list[str] = []
+    try:
+        adapter = await _adapter(client, target)
+        for alias, targets in _aliases(registered).items():
+            wanted = {number: weight for number, weight, _ in targets}
+            if _targets(adapter).get(alias) != wanted:
+                adapter = await _set_alias(client, target, alias, wanted)
+                for number, _, index in targets:
+                    changes[index].append(f"{alias}→{number}")
+        for index, each in registered.items():
+            if fields := _fields(each.entry, adapter):
+                adapter = await updated(client, _adapter_with(adapter, fields), list(fields))
+                changes[index] += fields
+        if is_whole and any(each.entry.aliases is not None for each in registered.values()):
+            extra = sorted(_targets(adapter).keys() - _aliases(registered).keys())
+        if extra and prune:
+            for alias in extra:
+                await _delete_alias(client, target, alias)
+            changes[next(iter(registered))] += [f"{alias} taken away" for alias in extra]
+            extra = []
+    except LoraplexError as error:
+        if is_foreign(error):
+            raise
+        return {i: Row(e.entry.name, "failed", e.version, e.digest, error.summary) for i, e in registered.items()}
+    return {index: _row(each, changes[index], extra) for index, each in registered.items()}
 
 
-def _alias_targets(adapter: resources_pb2.Adapter) -> dict[str, set[int]]:
-    return {alias.name.rpartition("/")[2]: {t.version for t in alias.targets} for alias in adapter.aliases}
+def _row(registered: _Registered, changes: list[str], extra: list[str]) -> Row:
+    entry, version, digest, created = registered
+    result = "registered" if created else "updated" if changes else "unchanged"
+    if not extra or entry.aliases is None:
+        return Row(entry.name, result, version, digest, "; ".join(changes))
+    details = [result, *changes, f"aliases that are not listed: {', '.join(extra)} (--prune takes them away)"]
+    return Row(entry.name, "differs", version, digest, "; ".join(details))
 
 
-def _differing(entry: AdapterEntry, all_aliases: set[str], adapter: resources_pb2.Adapter) -> list[str]:
-    """What of the adapter is not as the entry says, though the entry was applied."""
-    differing = []
-    if entry.description is not None and entry.description != adapter.description:
-        differing.append("description")
-    if entry.labels is not None and entry.labels != dict(adapter.labels):
-        differing.append("labels")
-    further = sorted(_alias_targets(adapter).keys() - all_aliases)
-    if entry.aliases is not None and further:
-        differing.append(f"aliases ({', '.join(further)} not listed)")
-    return differing
+def _aliases(registered: dict[int, _Registered]) -> dict[str, list[tuple[int, float, int]]]:
+    """By alias: (version, weight, index of the entry). Weighted ones share; of plain ones the last entry has it."""
+    found: dict[str, list[tuple[int, float, int]]] = {}
+    for index, each in registered.items():
+        if isinstance(each.entry.aliases, dict):
+            for alias, weight in each.entry.aliases.items():
+                others = [other for other in found.get(alias, []) if other[0] != each.version]
+                found[alias] = [*others, (each.version, weight, index)]
+        else:
+            found.update({alias: [(each.version, 1.0, index)] for alias in each.entry.aliases or ()})
+    return found
+
+
+def _targets(adapter: resources_pb2.Adapter) -> dict[str, dict[int, float]]:
+    return {a.name.rpartition("/")[2]: {t.version: t.weight for t in a.targets} for a in adapter.aliases}
+
+
+def _fields(entry: AdapterEntry, adapter: resources_pb2.Adapter) -> dict[str, Any]:
+    """Fields of the adapter that are other than the entry says, and what it says."""
+    wanted = {
+        "description": entry.description,
+        "labels": entry.labels,
+        "annotations": entry.annotations,
+        "default_alias": entry.default_alias,
+        "residency": None if entry.residency is None else RESIDENCIES[Residency(entry.residency)],
+    }
+    return {
+        field: value
+        for field, value in wanted.items()
+        if value is not None
+        and (dict(getattr(adapter, field)) if isinstance(value, dict) else getattr(adapter, field)) != value
+    }
+
+
+def _adapter_with(adapter: resources_pb2.Adapter, fields: dict[str, Any]) -> resources_pb2.Adapter:
+    return resources_pb2.Adapter(name=adapter.name, **fields)
+
+
+async def _adapter(client: Client, target: Reference) -> resources_pb2.Adapter:
+    request = registry_pb2.GetAdapterRequest(name=adapter_name(target.namespace, target.adapter))
+    return await client.call(client.registry.GetAdapter(request))
+
+
+async def _set_alias(client: Client, target: Reference, alias: str, targets: dict[int, float]) -> resources_pb2.Adapter:
+    request = registry_pb2.SetAdapterAliasRequest(
+        name=alias_name(target.namespace, target.adapter, alias),
+        targets=[resources_pb2.AliasTarget(version=number, weight=weight) for number, weight in targets.items()],
+    )
+    return (await client.call(client.registry.SetAdapterAlias(request))).adapter
+
+
+async def _delete_alias(client: Client, target: Reference, alias: str) -> None:
+    name = alias_name(target.namespace, target.adapter, alias)
+    await client.call(client.registry.DeleteAdapterAlias(registry_pb2.DeleteAdapterAliasRequest(name=name)))

@@ -7,8 +7,10 @@ from typing import TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from loraplex.cli.identity import identity
 from loraplex.cli.options import DEFAULT_REGISTRY, DEFAULT_SERVER
 from loraplex.client import INFERENCE_SERVICE, REGISTRY_SERVICE, Client
+from shared.channel import open_channel
 from shared.errors import BY_REASON, LoraplexError
 
 Result = TypeVar("Result")
@@ -35,7 +37,7 @@ def run(
     """
 
     async def session() -> Result:
-        async with Client(server or DEFAULT_SERVER, registry or DEFAULT_REGISTRY) as client:
+        async with Client(server or DEFAULT_SERVER, registry or DEFAULT_REGISTRY, identity()) as client:
             try:
                 return await work(client)
             except LoraplexError as error:
@@ -53,7 +55,7 @@ def is_foreign(error: LoraplexError) -> bool:
 
 async def health(address: str, service: str) -> str:
     """`SERVING`, `NOT_SERVING`, `OTHER_SERVICE` if something else listens there, or the name of a gRPC code."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_channel(address, identity()) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=_HEALTH_SECONDS)

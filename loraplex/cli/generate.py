@@ -23,6 +23,9 @@ from loraplex.client import Client, Prompt
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt.")],
     adapter: AdapterOption = "",
+    blend: Annotated[
+        list[str], typer.Option(help="REFERENCE=WEIGHT of an adapter in a blend, instead of --adapter; repeatable.")
+    ] = [],  # noqa: B006
     max_tokens: Annotated[
         int | None, typer.Option(min=0, max=MAX_INT32, help="Tokens at most; to the end of the context if unset.")
     ] = None,
@@ -54,10 +57,19 @@ def generate(
         "adapter": adapter,
         "timeout": timeout,
         "stop": stops,
+        "request": {"blend": [_blend_part(part) for part in blend]},
         **{k: v for k, v in sampling.items() if v is not None},
     }
     print_events = _print_json if json else _print_text
     run(lambda client: print_events(client, arguments), server=server, timeout=timeout)
+
+
+def _blend_part(text: str) -> dict[str, Any]:
+    reference, _, weight = text.rpartition("=")
+    try:
+        return {"reference": reference, "weight": float(weight)}
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not REFERENCE=WEIGHT", param_hint="--blend") from None
 
 
 def _messages(prompt: str, system: str | None) -> Prompt:

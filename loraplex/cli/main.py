@@ -8,7 +8,25 @@ from typing import Annotated
 
 import typer
 
-from loraplex.cli import adapter, adapter_memory, apply, base_model, bench, generate, servers, status
+from loraplex.cli import (
+    adapter,
+    adapter_aliases,
+    adapter_convert,
+    adapter_import,
+    adapter_memory,
+    adapter_update,
+    adapter_watch,
+    apply,
+    base_model,
+    bench,
+    generate,
+    replicas,
+    servers,
+    status,
+)
+from loraplex.cli.identity import Ca, Cert, Key, OwnNamespace, Token, TokenFile, set_identity
+from shared.auth import DEFAULT_NAMESPACE
+from shared.channel import ClientIdentity
 from shared.errors import LoraplexError
 
 app = typer.Typer(
@@ -18,12 +36,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+adapter_update.add_commands(adapter.app)
+adapter_aliases.add_commands(adapter.app)
+adapter_import.add_commands(adapter.app)
 adapter_memory.add_commands(adapter.app)
+adapter_watch.add_commands(adapter.app)
+adapter_convert.add_commands(adapter.app)
 app.add_typer(adapter.app, name="adapter")
 app.add_typer(base_model.app, name="base-model")
 servers.add_commands(app)
 app.command("apply")(apply.apply)
 app.command("generate")(generate.generate)
+app.command("replicas")(replicas.replicas)
 app.command("status")(status.status)
 app.command("bench")(bench.bench)
 
@@ -40,7 +64,14 @@ def _root(
     is_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
+    token: Token = "",
+    token_file: TokenFile = "",
+    ca: Ca = "",
+    cert: Cert = "",
+    key: Key = "",
+    namespace: OwnNamespace = DEFAULT_NAMESPACE,
 ) -> None:
+    set_identity(ClientIdentity(token, token_file, ca, cert, key), namespace)
     _print_help_if_alone(context)
 
 

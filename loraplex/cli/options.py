@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from loraplex.cli.identity import own_namespace
 from loraplex.client import check_address
 from shared.digest import check_digest
 from shared.errors import InvalidArgument
@@ -23,6 +24,10 @@ def _address(text: str) -> str:
         return check_address(text, "address")
     except InvalidArgument as error:
         raise typer.BadParameter(error.violations[0].description) from None
+
+
+def _addresses(texts: list[str]) -> list[str]:
+    return [_address(text) for text in texts]
 
 
 def _reference(text: str) -> str:
@@ -60,7 +65,15 @@ ServerAddress = Annotated[
     str,
     typer.Option("--server", envvar="LORAPLEX_SERVER", help="host:port of the inference service.", callback=_address),
 ]
+ServerAddresses = Annotated[
+    list[str],
+    typer.Option(
+        "--server", envvar="LORAPLEX_SERVER", help="host:port of an inference service; repeatable.", callback=_addresses
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+FilterOption = Annotated[str, typer.Option(help="Such as 'labels.team = x AND state = READY' (AIP-160).")]
+OrderOption = Annotated[str, typer.Option(help="Such as 'create_time desc, name'.")]
 AdapterArgument = Annotated[str, typer.Argument(metavar="ADAPTER", help="[NAMESPACE/]ADAPTER")]
 ReferenceArgument = Annotated[str, typer.Argument(help=_SYNTAX, callback=_reference)]
 LoadedArgument = Annotated[
@@ -80,7 +93,7 @@ def parsed(text: str, hint: str | None = None) -> Reference:
         typer.BadParameter: it is none.
     """
     try:
-        return parse_reference(text, "default")
+        return parse_reference(text, own_namespace())
     except InvalidArgument as error:
         raise typer.BadParameter(error.violations[0].description, param_hint=hint) from None
 

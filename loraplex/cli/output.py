@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from loraplex.registry.v1 import resources_pb2
 from shared.errors import InvalidArgument
 from shared.references import parse_version_name
 
@@ -41,8 +42,11 @@ def _with_numbers(fields: Mapping[str, Any], data: dict[str, Any]) -> dict[str, 
 def _with_number(field: FieldDescriptor, value: Any) -> Any:
     if isinstance(value, list):
         return [_with_number(field, item) for item in value]
-    if isinstance(value, dict) and field.message_type is not None and not field.message_type.GetOptions().map_entry:
-        return _with_numbers(field.message_type.fields_by_name, value)
+    if isinstance(value, dict) and field.message_type is not None:
+        fields = field.message_type.fields_by_name
+        if not field.message_type.GetOptions().map_entry:
+            return _with_numbers(fields, value)
+        return {key: _with_number(fields["value"], item) for key, item in value.items()}
     if field.cpp_type in _INTEGERS_64 and abs(int(value)) < _EXACT_INTEGERS:
         return int(value)
     return value
@@ -106,6 +110,13 @@ def short_adapter(name: str) -> str:
     return name.removeprefix("namespaces/").replace("/adapters/", "/").removeprefix("default/")
 
 
+def alias_targets(alias: resources_pb2.AdapterAlias) -> str:
+    """The version that an alias means, or all of them as VERSION:WEIGHT."""
+    if len(alias.targets) == 1:
+        return str(alias.targets[0].version)
+    return "+".join(f"{target.version}:{target.weight:g}" for target in alias.targets)
+
+
 def short_digest(digest: str) -> str:
     """`sha256:` and the first twelve digits."""
     return digest[: len("sha256:") + 12]
@@ -113,6 +124,8 @@ def short_digest(digest: str) -> str:
 
 def megabytes(size: int) -> str:
     """Bytes for people."""
+    if size >= 1e9:
+        return f"{size / 1e9:.2f} GB"
     return f"{size / 1e6:.2f} MB" if size >= 1e4 else f"{size} B"
 
 

@@ -5,6 +5,7 @@ SQLite is upgraded at start-up. Postgres is upgraded by `python -m registry_serv
 
 import sqlite3
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,14 +57,39 @@ def check(url: str) -> None:
         RegistryUnavailable: no database answers.
     """
     with _connection(url) as connection:
-        found = MigrationContext.configure(connection).get_current_revision()
-        wanted = ScriptDirectory.from_config(_config(connection)).get_current_head()
+        check_connection(connection)
+
+
+def check_connection(connection: Connection) -> None:
+    """As `check`, in a transaction that there is."""
+    found, wanted = MigrationContext.configure(connection).get_current_revision(), head()
     if found != wanted:
         state = f"at revision {found}" if found else "without tables"
         raise SchemaOutdated(
             f"the database is {state}, this registry needs {wanted}: run `loraplex registry migrate` with the same "
             "--database"
         )
+
+
+def head() -> str:
+    """The revision of this code's schema."""
+    script = Config()
+    script.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    return str(ScriptDirectory.from_config(script).get_current_head())
+
+
+def new_epoch(url: str) -> str:
+    """Begins a new life of the database: it was restored from a backup, and watches of the lost one must not continue.
+
+    Returns the epoch. Blocks.
+
+    Raises:
+        RegistryUnavailable: no database answers.
+    """
+    epoch = str(uuid.uuid4())
+    with _connection(url) as connection:
+        connection.execute(text("UPDATE registry_state SET epoch = :epoch"), {"epoch": epoch})
+    return epoch
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Which files of a folder make an adapter."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from shared.adapter_format.reasons import file_invalid
@@ -11,11 +12,31 @@ WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 
 
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
 class AdapterFiles(NamedTuple):
     """Paths, relative to the adapter's folder."""
 
     config: str
     weights: str
+
+
+def named_folder(names: Iterable[str], folders: Sequence[str]) -> str | None:
+    """The folder below that holds the adapter: PEFT saves one that is not called "default" one down, by its name.
+
+    None if the folder with these files and folders is the adapter's own.
+
+    Raises:
+        AdapterInvalid: it holds no adapter and several folders (metadata `file`).
+    """
+    below = [folder for folder in folders if _ADAPTER_NAME.fullmatch(folder)]
+    if {CONFIG, WEIGHTS, PICKLE} & set(names) or not below:
+        return None
+    if len(below) > 1:
+        shown = ", ".join(below[:5])[:200]
+        raise file_invalid(CONFIG, f"is missing from the adapter's folder, which holds others: name one of {shown}")
+    return below[0]
 
 
 def adapter_files(names: Iterable[str]) -> AdapterFiles:

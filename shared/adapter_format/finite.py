@@ -7,14 +7,14 @@ import numpy as np
 from shared.adapter_format.header import ITEM_SIZES, TensorInfo
 from shared.adapter_format.reasons import tensor_invalid
 
-# Unsigned view of each dtype, and the exponent bits that are all ones in NaN and Inf only.
+# Unsigned and signed view of each dtype, and the exponent bits that are all ones in NaN and Inf only.
 _EXPONENTS = {
-    "BF16": (np.uint16, 0x7F80),
-    "F16": (np.uint16, 0x7C00),
-    "F32": (np.uint32, 0x7F800000),
-    "F64": (np.uint64, 0x7FF0000000000000),
+    "BF16": (np.uint16, np.int16, 0x7F80),
+    "F16": (np.uint16, np.int16, 0x7C00),
+    "F32": (np.uint32, np.int32, 0x7F800000),
+    "F64": (np.uint64, np.int64, 0x7FF0000000000000),
 }
-_PIECE_BYTES = 256 << 10  # one piece and its masked copy stay in a core's cache
+_PIECE_BYTES = 256 << 10  # stays in a core's cache
 
 
 def check_finite(tensor: str, dtype: str, data: bytes | bytearray | memoryview) -> None:
@@ -30,18 +30,20 @@ def check_finite(tensor: str, dtype: str, data: bytes | bytearray | memoryview) 
     """
     if dtype not in _EXPONENTS:
         raise tensor_invalid(tensor, f"dtype {dtype} is not a floating-point dtype that is served")
-    unsigned, exponent = _EXPONENTS[dtype]
+    unsigned, signed, exponent = _EXPONENTS[dtype]
     bits = np.frombuffer(data, unsigned)
     step = _PIECE_BYTES // ITEM_SIZES[dtype]
+    negative = exponent | 1 << (8 * ITEM_SIZES[dtype] - 1)
     for start in range(0, len(bits), step):
-        piece = bits[start : start + step] & unsigned(exponent)
-        if piece.max() == exponent:
+        piece = bits[start : start + step]
+        # As a signed number, only a positive NaN or Inf is as large as the exponent; as an unsigned one, a negative.
+        if piece.view(signed).max() >= exponent or piece.max() >= negative:
             raise tensor_invalid(tensor, "holds NaN or Inf")
 
 
 def is_all_zero(dtype: str, data: bytes | bytearray | memoryview) -> bool:
     """Whether whole elements of a dtype that `check_finite` takes are all zero, of either sign."""
-    unsigned, _ = _EXPONENTS[dtype]
+    unsigned, _, _ = _EXPONENTS[dtype]
     bits = np.frombuffer(data, unsigned)
     step = _PIECE_BYTES // ITEM_SIZES[dtype]
     # Adding a number to itself shifts the sign out.

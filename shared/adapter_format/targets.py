@@ -3,10 +3,11 @@
 The rules are those of PEFT's `check_target_module_exists`, on module names as PEFT sees them.
 """
 
-from shared.adapter_format.config import ALL_LINEAR, LoraConfig
+from shared.adapter_format.lora_config import ALL_LINEAR, LoraConfig
 from shared.adapter_format.patterns import NamePattern, StepBudget
 
 _LAYER_OF = r"(?:^|.*?\.){}\.\d+\."
+_SAVED = r"(^|.*\.){}($|\..*)"
 
 
 class Targets:
@@ -18,14 +19,16 @@ class Targets:
         self._budget = budget
         self._target = _matcher(self.names, "target_modules")
         self._exclude = _matcher(config.exclude_modules, "exclude_modules")
+        # PEFT takes modules_to_save as patterns here, and as ends of names where it wraps them.
+        self._saved = [NamePattern(name, "modules_to_save", _SAVED, whole=False) for name in config.modules_to_save]
         self._layers = None if config.layers_to_transform is None else frozenset(config.layers_to_transform)
         self._layer_patterns = [
             NamePattern(pattern, "layers_pattern", _LAYER_OF, whole=False) for pattern in config.layers_pattern
         ]
 
     def promises(self, name: str, layer: int | None) -> bool:
-        """Whether PEFT adapts the linear `name`, which lies in `layer` (None: outside the layers)."""
-        if self._matches(self._exclude, name):
+        """Whether PEFT adapts the module `name`, which lies in `layer` (None: outside the layers)."""
+        if self._matches(self._exclude, name) or any(saved.matches(name, self._budget) for saved in self._saved):
             return False
         if self.is_all_linear:
             return layer is not None

@@ -5,27 +5,48 @@ symbolic link swapped in between is seen too.
 """
 
 import errno
+import io
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 from urllib.parse import quote, unquote
 
 from shared.errors import InvalidArgument, SourceForbidden, SourceNotFound, SourceUnavailable
+from shared.sources.policy import Access
 from shared.sources.resolver import URI_FIELD, PinnedSource
 
 MAX_LISTED = 10_000
 
 
+class LocalFile(io.FileIO):
+    """An open regular file."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, "rb")
+        self._opened = os.fstat(fd)
+        self.size = self._opened.st_size
+
+    def read(self, count: int | None = -1, /) -> bytes:
+        """At most `count` of the next bytes; none at the end. Raises OSError."""
+        return super().read(-1 if count is None else count) or b""
+
+    def is_unchanged(self) -> bool:
+        """Whether it has the size and the time of modification that it was opened with."""
+        now = os.fstat(self.fileno())
+        return (now.st_size, now.st_mtime_ns) == (self.size, self._opened.st_mtime_ns)
+
+
 class FileSource:
     """A folder below a root. `%` escapes bytes in the URI, as in any URI."""
 
-    def __init__(self, uri: str, roots: Mapping[str, Path]) -> None:
-        self._uri = uri
-        name, path = _split(uri)
+    def __init__(self, source: PinnedSource, access: Access) -> None:
+        self._uri = source.uri
+        self._credential_ref = source.credential_ref
+        name, path = _split(source.uri)
+        roots = access.roots
         real_roots = {root: os.path.realpath(folder) for root, folder in roots.items()}
         if not name:
             name, self._folder = self._below_a_root(path, real_roots)
@@ -34,6 +55,8 @@ class FileSource:
         else:
             raise self._forbidden(f"no file root is called {name!r:.60}; roots: {', '.join(sorted(roots)) or 'none'}")
         self._root_name, self._root = name, real_roots[name]
+        self._is_allowed = access.is_allowed
+        self._check_allowed(self._folder, "the folder")
         with self._folder_fd():
             pass
 
@@ -46,38 +69,40 @@ class FileSource:
 
     def pin(self) -> PinnedSource:
         """The root's name and the folder's real path below it."""
-        relative = os.path.relpath(self._folder, self._root)
-        path = "" if relative == "." else quote(relative, errors="surrogateescape")
-        return PinnedSource(f"file://{quote(self._root_name)}/{path}")
+        return PinnedSource(self._canonical(self._folder), credential_ref=self._credential_ref)
 
     def list(self) -> list[str]:
         """Printable names of the folder's files, sorted; at most 10,000 entries are looked at."""
+        return [*self._entries(of_folders=False)]
+
+    def folders(self) -> tuple[str, ...]:
+        """Printable names of the folders right below, sorted; at most 10,000 entries are looked at."""
+        return self._entries(of_folders=True)
+
+    def _entries(self, of_folders: bool) -> tuple[str, ...]:
         with self._folder_fd() as fd:
             try:
                 with os.scandir(fd) as entries:
-                    files = [entry.name for entry in islice(entries, MAX_LISTED) if not _is_folder(entry)]
+                    looked_at = islice(entries, MAX_LISTED)
+                    names = [entry.name for entry in looked_at if _is_folder(entry) == of_folders]
             except OSError as error:
                 raise self._failed(error, "") from None
-        return sorted(name for name in files if name.isprintable())
+        return tuple(sorted(name for name in names if name.isprintable()))
 
-    def size(self, name: str) -> int:
-        """Bytes of one file."""
-        with self.open(name) as file:
-            return os.fstat(file.fileno()).st_size
-
-    def open(self, name: str) -> BinaryIO:
-        """One regular file, unbuffered."""
+    def open(self, name: str) -> LocalFile:
+        """One regular file."""
         if not name or name in (".", "..") or "/" in name or "\0" in name:
             raise self._forbidden(f"{name!r:.100} is not a plain file name", name)
         path = os.path.realpath(Path(self._folder, name))
         if not _is_inside(path, self._root):
             raise self._forbidden(f"{name} is a symbolic link that leaves the file root", name)
+        self._check_allowed(path, name, name)
         # O_NONBLOCK: opening a FIFO must not wait for its writer.
         fd = self._opened(path, os.O_NONBLOCK, name)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise self._forbidden(f"{name} is not a regular file", name)
-        return os.fdopen(fd, "rb", buffering=0)
+        return LocalFile(fd)
 
     @contextmanager
     def _folder_fd(self) -> Iterator[int]:
@@ -88,6 +113,16 @@ class FileSource:
             yield fd
         finally:
             os.close(fd)
+
+    def _canonical(self, path: str) -> str:
+        relative = os.path.relpath(path, self._root)
+        below = "" if relative == "." else quote(relative, errors="surrogateescape")
+        return f"file://{quote(self._root_name)}/{below}"
+
+    def _check_allowed(self, path: str, what: str, name: str = "") -> None:
+        """What a symbolic link leads to must be allowed as well."""
+        if not self._is_allowed(self._canonical(path)):
+            raise self._forbidden(f"{what} lies where this namespace may not read", name)
 
     def _opened(self, path: str, flags: int, name: str = "") -> int:
         """A file descriptor of `path`, which has no symbolic links left; checked to lie inside the root."""

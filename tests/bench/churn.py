@@ -3,7 +3,8 @@
     gaps         32 streams decode on resident adapters while one more request a second arrives, whose adapter is
                  resident or cold: the gaps between tokens of the 32, cold beside resident.
     working-set  64, 256 and 1,000 adapters, uniform and Zipf(1.0), on an arena for 32.
-    swap         16 adapters on an arena for 8, four requests a second, beside 8 adapters that are resident.
+    swap         16 adapters on an arena for 8, four requests a second, beside 8 adapters that are resident; and what a
+                 load takes, cold and from host memory, beside reading and hashing the file and the bare copy.
 
 On a GPU the model has Llama-3.1-8B's shape and random weights; on a CPU it is SmolLM2-135M-Instruct. Adapters are
 random.
@@ -11,6 +12,7 @@ random.
 
 import argparse
 import asyncio
+import hashlib
 import json
 import random
 import statistics
@@ -26,13 +28,14 @@ from loraplex import Client
 from loraplex.inference.v1 import control_pb2
 from shared.base_model import MODULES, ModelConfig, linear_shape, parse_config
 from shared.model_folder import load_raw_config
-from tests.bench.engine import SHAPES
 from tests.bench.random_adapters import write_adapters
+from tests.bench.shapes import SHAPES, write_model
 from tests.bench.streams import Ask, ClientProcesses, Seen
 
 BASE_MODEL = "bench"
 REGISTRATIONS = 8  # at a time
 QV = ("q_proj", "v_proj")
+LONG = 7000  # tokens of a stream that is ended by its client
 
 
 class Setting(NamedTuple):
@@ -67,17 +70,18 @@ class Setting(NamedTuple):
 
 def on_gpu(folder: Path) -> Setting:
     """Llama-3.1-8B's shape, rank 16 on all linears."""
-    model = folder / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(SHAPES["llama-3.1-8b"]))
-    flags = ("--device=cuda", "--load-format=dummy", "--dtype=bfloat16", "--max-model-len=8192", "--api-processes=2")
-    return Setting(parse_config(SHAPES["llama-3.1-8b"]), model, flags, 16, MODULES, 4, 32, 1.0)
+    write_model(folder / "model", "llama-3.1-8b", with_weights=False)
+    flags = (
+        "--device=cuda", "--load-format=dummy", "--dtype=bfloat16", "--max-model-len=8192", "--api-processes=2",
+        f"--kernel-cache-dir={folder}/kernels",
+    )  # fmt: skip
+    return Setting(parse_config(SHAPES["llama-3.1-8b"]), folder / "model", flags, 16, MODULES, 8, 32, 1.0)
 
 
 def on_cpu(_folder: Path) -> Setting:
     """SmolLM2, rank 8 on all linears; fewer and shorter requests."""
     model = parse_config(load_raw_config(MODEL))
-    return Setting(model, MODEL, ("--device=cpu", "--dtype=float32"), 8, MODULES, 1, 4, 0.1)
+    return Setting(model, MODEL, ("--device=cpu", "--dtype=float32", "--max-model-len=8192"), 8, MODULES, 1, 4, 0.1)
 
 
 @asynccontextmanager
@@ -126,7 +130,7 @@ async def load(client: Client, name: str) -> None:
 
 async def gaps(setting: Setting, folder: Path) -> dict[str, Any]:
     """The 32 streams' gaps while cold adapters arrive, beside the same with resident ones, in one run, in turn."""
-    rounds, seconds = 2, max(4, round(15 * setting.scale**0.5))
+    rounds, seconds = 2, max(4, round(10 * setting.scale**0.5))
     resident = [f"warm-{n}" for n in range(8)]
     cold = [f"cold-{n}" for n in range(rounds * seconds)]
     store = folder / "gaps"
@@ -137,16 +141,17 @@ async def gaps(setting: Setting, folder: Path) -> dict[str, Any]:
         await register_all(client, [*resident, *cold])
         for name in resident:
             await load(client, name)
+        await run.run([Ask("", 8, 2, n) for n in range(4 * setting.clients)])  # starts the client processes
         fresh = iter(cold)
         for turn in range(2 * rounds):
             kind = ("resident", "cold")[turn % 2]
             start = time.monotonic() + 2.0
             arrivals = [
-                Ask(next(fresh) if kind == "cold" else resident[i % 8], 64, 8, 10_000 * turn + i, at=start + 1.0 + i)
+                Ask(next(fresh) if kind == "cold" else resident[i % 8], 64, 8, 10_000 * turn + i, at=start + i)
                 for i in range(seconds)
             ]
-            steady = await _steady(setting, run, resident, turn, start, seconds + 2, arrivals)
-            found[kind] += [_worst_after(steady, seen.sent, seen.sent + 0.95) for seen in steady.arrivals]
+            steady = await _steady(setting, run, resident, turn, start + seconds, arrivals)
+            found[kind] += [_gaps_within(steady, seen.sent, seen.sent + 0.95) for seen in steady.arrivals]
             firsts[kind] += [seen.first_token_seconds for seen in steady.arrivals]
     return _gap_report(found, firsts)
 
@@ -157,20 +162,16 @@ class Steady(NamedTuple):
 
 
 async def _steady(
-    setting: Setting, run: ClientProcesses, adapters: Sequence[str], turn: int, start: float, seconds: float,
-    arrivals: list[Ask],
-) -> Steady:  # fmt: skip
-    """Streams that decode for `seconds`, and the requests that arrive meanwhile."""
-    tokens = round(seconds * (190 if setting.scale == 1 else 30))
-    asks = [
-        Ask(adapters[n % len(adapters)], 64, tokens, 1_000 * turn + n, at=start - 1.0) for n in range(setting.streams)
-    ]
-    seen = await run.run([*asks, *arrivals])
+    setting: Setting, run: ClientProcesses, adapters: Sequence[str], turn: int, end: float, arrivals: list[Ask]
+) -> Steady:
+    """Streams that decode until `end`, and the requests that arrive meanwhile."""
+    asks = [Ask(adapters[n % len(adapters)], 64, LONG, 1_000 * turn + n, until=end) for n in range(setting.streams)]
+    seen = await run.run([*asks, *arrivals], at_a_time=setting.clients * (len(asks) + len(arrivals)))
     assert not [s for s in seen if s.error], [s.error for s in seen if s.error][:3]
-    return Steady([s for s in seen if s.ask.output == tokens], [s for s in seen if s.ask.output != tokens])
+    return Steady([s for s in seen if s.ask.output == LONG], [s for s in seen if s.ask.output != LONG])
 
 
-def _worst_after(steady: Steady, begin: float, end: float) -> list[float]:
+def _gaps_within(steady: Steady, begin: float, end: float) -> list[float]:
     """Every gap between tokens of the steady streams that ends in this window."""
     return [
         later - earlier
@@ -225,7 +226,7 @@ async def _working_set(
 ) -> dict[str, float]:
     chooser = random.Random(len(names) + zipf)
     weights = [1 / (rank + 1) if zipf else 1.0 for rank in range(len(names))]
-    count = max(40, round(600 * setting.scale))
+    count = max(40, round(400 * setting.scale))
     picks = chooser.choices(names, weights, k=count)
     output = max(8, round(32 * setting.scale**0.5))
     seeds = chooser.randrange(1 << 20)
@@ -244,17 +245,16 @@ async def swaps(setting: Setting, folder: Path) -> dict[str, Any]:
     names = [f"swap-{n}" for n in range(16)]
     store = folder / "swaps"
     write_adapters(store, names, setting.model, setting.rank, setting.modules)
-    rate, count = (4.0, 80) if setting.scale == 1 else (1.0, 20)
+    rate, count = (4.0, 48) if setting.scale == 1 else (1.0, 20)
     prompt, output = (512, 128) if setting.scale == 1 else (64, 16)
     report: dict[str, Any] = {}
     async with service(setting, store, 8, 20) as (client, run):
         await register_all(client, names)
-        for name in [*names, *names[:8]]:
-            await load(client, name)
+        report["load"] = await _loading(client, names, store / names[0] / "adapter_model.safetensors")
         for label, pool in (("resident", names[:8]), ("16 on 8", names), ("resident again", names[:8])):
             for name in pool[:8]:
                 await load(client, name)
-            chooser = random.Random(7)
+            chooser = random.Random(label)  # other prompts each time, or they would be cached
             start = time.monotonic() + 1.0
             asks = [
                 Ask(chooser.choice(pool), prompt, output, chooser.randrange(1 << 24), at=start + n / rate)
@@ -269,6 +269,55 @@ async def swaps(setting: Setting, folder: Path) -> dict[str, Any]:
     return report
 
 
+async def _loading(client: Client, names: Sequence[str], file: Path) -> dict[str, float]:
+    """Milliseconds a load by phase, nothing else running: every adapter cold, then from host memory, one at a time."""
+    before = await status(client)
+    for name in names:
+        await load(client, name)
+    cold = await status(client)
+    for name in names:
+        await load(client, name)
+    warm = await status(client)
+    report = _read_and_hash(file)
+    for phase in ("fetch", "pack"):
+        report[f"cold {phase}"] = _mean(before.adapters, cold.adapters, phase)
+    report["from host memory: copy"] = _mean(cold.engine, warm.engine, "copy")
+    report["from host memory: total"] = _mean(cold.engine, warm.engine, "total")
+    return report | _bare_copy(int(report.pop("bytes")))
+
+
+def _read_and_hash(file: Path) -> dict[str, float]:
+    """Milliseconds, the file being in the page cache."""
+    file.read_bytes()
+    started = time.perf_counter()
+    hashlib.sha256(file.read_bytes())
+    return {"read and hash": 1e3 * (time.perf_counter() - started), "bytes": file.stat().st_size}
+
+
+def _mean(before: Any, after: Any, phase: str) -> float:
+    then, now = before.load_seconds[phase], after.load_seconds[phase]
+    return 1e3 * (now.sum_seconds - then.sum_seconds) / max(now.count - then.count, 1)
+
+
+def _bare_copy(nbytes: int) -> dict[str, float]:
+    """Milliseconds of one copy from page-locked memory, by CUDA events; nothing without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(5):
+        begin.record()
+        target.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return {"bare copy": statistics.median(times)}
+
+
 # ---- what came of it
 
 
@@ -279,7 +328,7 @@ async def status(client: Client) -> Any:
 def _loads(before: Any, after: Any, requests: int) -> dict[str, float]:
     """Loads to the device per request, and reloads that nothing asked for."""
     grown = after.engine.load_seconds["total"].count - before.engine.load_seconds["total"].count
-    needless = after.engine.needless_evictions - before.engine.needless_evictions
+    needless = after.engine.needless_reloads - before.engine.needless_reloads
     return {"loads per request": grown / requests, "needless reloads": needless}
 
 

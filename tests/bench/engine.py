@@ -26,19 +26,7 @@ from inference_service.lora.slots import SlotTable
 from inference_service.types import Acquired, GenerateSpec, Sampling, Stop
 from shared.adapter_format.binding import BindingPlan, ModuleBinding
 from shared.base_model import MODULES, ModelConfig, parse_config
-
-SHAPES = {
-    "llama-3.1-8b": {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0, "hidden_act": "silu",
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "eos_token_id": 128001, "bos_token_id": 128000,
-        "rope_scaling": {
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
-}  # fmt: skip
+from tests.bench.shapes import SHAPES
 
 # vLLM 0.26 on the same GPU: (adapters, rank, requests) → ms per token of workload D, and tokens a second of workload T.
 PEER_D = {

@@ -13,13 +13,14 @@ LONGEST_REQUEST_SECONDS = 600.0
 
 
 class Ask(NamedTuple):
-    """One request: `at` is when it is sent, in seconds of CLOCK_MONOTONIC (0: at once)."""
+    """One request: sent at `at`, given up at `until`, both in seconds of CLOCK_MONOTONIC; 0: at once, and never."""
 
     adapter: str
     prompt: int
     output: int
     seed: int
     at: float = 0.0
+    until: float = 0.0
 
 
 class Seen(NamedTuple):
@@ -59,6 +60,8 @@ async def stream(client: Client, ask: Ask, vocab_size: int) -> Seen:
             if event.HasField("delta"):
                 now = time.monotonic()
                 arrivals += [now] * len(event.delta.token_ids)
+                if ask.until and now > ask.until:
+                    break
     except LoraplexError as failure:
         error = failure.reason
     return Seen(ask, sent, tuple(arrivals), error)

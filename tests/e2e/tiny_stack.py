@@ -1,6 +1,8 @@
 """Both services over a random base model small enough for thousands of requests, and PEFT's word on each answer."""
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,7 +10,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from examples.stack import Stack
+from examples.stack import Stack, register, wait_for_base_model
+from loraplex import Client
+from loraplex.registry.v1 import registry_pb2
 from tests.e2e.oracle import Comparison, Oracle
 
 BASE = "tiny"
@@ -32,16 +36,46 @@ class TinyWorld:
     _compared: dict[tuple[str, int, tuple[int, ...]], Comparison] = field(default_factory=dict)
 
     def stack(self, run: Path, *flags: str) -> Stack:
-        """Both services, with `file://store/…`."""
+        """Both services, with `file://store/…` and, to be spoiled, `file://copies/…` in `run`."""
         fixed = (f"--model-name={BASE}", "--dtype=float32", "--device=cpu", "--threads=1")
-        return Stack(run, flags=[*fixed, *flags], model=self.folder / "base", roots={"store": self.folder / "store"})
+        (run / "copies").mkdir(parents=True)
+        roots = {"store": self.folder / "store", "copies": run / "copies"}
+        return Stack(run, flags=[*fixed, *flags], model=self.folder / "base", roots=roots)
+
+    @asynccontextmanager
+    async def serving(self, run: Path, *flags: str, names: Sequence[str] = ()) -> AsyncIterator[tuple[Stack, Client]]:
+        """As `stack`, up, with the contents `names` registered under their own names; both must end well."""
+        stack = self.stack(run, *flags)
+        async with stack, stack.client() as client:
+            await wait_for_base_model(client, BASE)
+            for name in names:
+                await register_content(client, name, name)
+            yield stack, client
+        codes = [service.process and service.process.returncode for service in (stack.registry, stack.inference)]
+        assert codes == [0, 0], stack.inference.log_tail(40)
+
+    def copy(self, content: str, run: Path) -> Path:
+        """A copy of the adapter's folder, as `file://copies/CONTENT` of a stack in `run`."""
+        return Path(shutil.copytree(self.folder / "store" / content, run / "copies" / content))
 
     def compare(self, content: str, prompt: int, answer: Sequence[int], logprobs: Sequence[float]) -> Comparison:
         """As `Oracle.compare`; `content` is empty for the base model. Equal answers are scored once."""
         key = content, prompt, tuple(answer)
         if key not in self._compared:
-            self._compared[key] = self.oracle.compare(PROMPTS[prompt], answer, logprobs, content)
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)  # more would only wait for each other over a model as small as this
+            try:
+                self._compared[key] = self.oracle.compare(PROMPTS[prompt], answer, logprobs, content)
+            finally:
+                torch.set_num_threads(threads)
         return self._compared[key]
+
+
+async def register_content(
+    client: Client, adapter: str, content: str, root: str = "store"
+) -> registry_pb2.RegisterAdapterResponse:
+    """Registers `file://ROOT/CONTENT` as a version of `adapter`."""
+    return await register(client, adapter, f"file://{root}/{content}", BASE)
 
 
 def build(folder: Path, num_contents: int) -> TinyWorld:

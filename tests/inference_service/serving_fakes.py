@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
 import grpc
 import tokenizers
@@ -11,8 +11,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from inference_service import server
 from inference_service.chat_template import ChatTemplate
 from inference_service.served_model import ServedModel
+from inference_service.stats import AdapterStats, EngineStats
 from inference_service.tokenizer import Tokenizer
 from inference_service.types import (
+    BlendedPart,
+    BlendPart,
     EngineReady,
     GenerateSpec,
     PreparedAdapter,
@@ -29,6 +32,7 @@ from shared.errors import AdapterNotFound, EngineUnavailable
 EOS = 256
 VOCAB = 260
 DIGEST = "sha256:" + "ab" * 32
+BLEND = "sha256:" + "bb" * 32
 READY = EngineReady(128, 8, 40, 16, 1 << 20, "cpu", "float32")
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 SERVICE = "loraplex.inference.v1.InferenceService"
@@ -102,6 +106,7 @@ class FakeEngine:
         self.up.set()
         self.down = asyncio.Event()
         self.resident: list[ResidentAdapter] = []
+        self.said: EngineStats | None = None
         self.calls: list[tuple[object, ...]] = []
 
     async def hello(self) -> EngineReady:
@@ -155,6 +160,11 @@ class FakeEngine:
     async def list_resident(self) -> list[ResidentAdapter]:
         return self.resident
 
+    async def stats(self) -> EngineStats:
+        if self.said is None:
+            raise EngineUnavailable("the engine is not ready", retry_after=1.0)
+        return self.said
+
 
 class FakeAdapters:
     """`adapters.client.AdapterClient` that knows `default/pirate`, version 2."""
@@ -162,14 +172,31 @@ class FakeAdapters:
     def __init__(self) -> None:
         self.prepared: list[tuple[str, str]] = []
         self.dropped: list[str] = []
-        self.names: dict[str, str] = {}
+        self.blended: list[tuple[tuple[BlendPart, ...], str]] = []
+        self.texts: dict[str, dict[str, bytes]] = {}
+        self.num_texts_read = 0
+        self.others: dict[str, PreparedAdapter] = {}  # by canonical reference
+        self.resolved: dict[str, str] = {}
+        self.said: AdapterStats | None = None
         self.staged = [StagedAdapter("namespaces/default/adapters/pirate/versions/2", DIGEST, "DISK", 8, 5000)]
 
     async def prepare(self, reference: str, choice_key: str = "") -> PreparedAdapter:
         self.prepared.append((reference, choice_key))
+        if reference in self.others:
+            return self.others[reference]
         if reference.split("@")[0] != "default/pirate":
             raise AdapterNotFound(f"no adapter {reference}", metadata={"adapter": reference})
         return PreparedAdapter("namespaces/default/adapters/pirate/versions/2", DIGEST, 8, 5000)
+
+    async def prepare_blend(self, parts: Sequence[BlendPart], choice_key: str = "") -> PreparedAdapter:
+        self.blended.append((tuple(parts), choice_key))
+        told = [await self.prepare(part.reference, choice_key) for part in parts]
+        blended = tuple(BlendedPart(a.version, a.digest, p.weight) for a, p in zip(told, parts, strict=True))
+        return PreparedAdapter("", BLEND, sum(a.rank for a in told), 9000, parts=blended)
+
+    async def read_texts(self, digest: str) -> Mapping[str, bytes]:
+        self.num_texts_read += 1
+        return self.texts[digest]
 
     async def resolve(self, reference: str) -> str:
         if reference not in ("default/pirate", "default/pirate@2", f"default/pirate@{DIGEST}"):
@@ -184,8 +211,17 @@ class FakeAdapters:
 
     async def list_staged(self, digests: Sequence[str] = ()) -> list[StagedAdapter]:
         held = {adapter.digest for adapter in self.staged}
-        names = [StagedAdapter(self.names.get(d, ""), d, "KNOWN", 0, 0) for d in digests if d not in held]
+        names = [StagedAdapter(self.resolved.get(d, ""), d, "KNOWN", 0, 0) for d in digests if d not in held]
         return [*self.staged, *names]
+
+    async def names(self, digests: Sequence[str]) -> dict[str, list[str]]:
+        return {digest: [self.resolved[digest]] if digest in self.resolved else [] for digest in digests}
+
+    async def stats(self) -> AdapterStats:
+        if self.said is None:
+            await asyncio.Event().wait()  # as long as it restarts
+        assert self.said is not None
+        return self.said
 
 
 @contextlib.asynccontextmanager

@@ -161,7 +161,7 @@ async def test_list_merges_tiers_by_digest_and_pages() -> None:
 async def test_a_resident_adapter_that_is_in_no_other_tier_keeps_its_name() -> None:
     engine, adapters = FakeEngine(), FakeAdapters()
     adapters.staged = []
-    adapters.names = {digest(2): staged(2).version}
+    adapters.resolved = {digest(2): staged(2).version}
     engine.resident = [ResidentAdapter(digest(1), 77, 4, False, 0), ResidentAdapter(digest(2), 77, 8, False, 0)]
     async with serving(engine, adapters) as (_, channel):
         found = await AdapterControlServiceStub(channel).ListLoadedAdapters(control.ListLoadedAdaptersRequest())

@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from inference_service.types import SequenceDelta
+from inference_service.types import BlendPart, PreparedAdapter, SequenceDelta
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from shared.errors import (
@@ -15,10 +15,18 @@ from shared.errors import (
     EngineUnavailable,
     InvalidArgument,
     LoraplexError,
-    Unimplemented,
 )
 from shared.status import from_rpc_error
-from tests.inference_service.serving_fakes import DIGEST, EOS, FakeAdapters, FakeEngine, byte_model, saying, serving
+from tests.inference_service.serving_fakes import (
+    BLEND,
+    DIGEST,
+    EOS,
+    FakeAdapters,
+    FakeEngine,
+    byte_model,
+    saying,
+    serving,
+)
 
 INF, NAN = float("inf"), float("nan")
 
@@ -283,7 +291,6 @@ async def test_every_bad_field_is_named() -> None:
 async def test_everything_wrong_is_told_at_once() -> None:
     message = request(
         text="",
-        adapter="?",
         sampling=pb.Sampling(top_p=2, n=0),
         stop=pb.Stop(strings=[""]),
         output=pb.Output(logprobs=99),
@@ -291,7 +298,14 @@ async def test_everything_wrong_is_told_at_once() -> None:
     async with serving(FakeEngine()) as (_, channel):
         error = await failure(channel, message)
     fields = {v.field for v in error.violations}
-    assert fields == {"prompt.text", "adapter", "sampling.top_p", "sampling.n", "stop.strings[0]", "output.logprobs"}
+    assert fields == {"prompt.text", "sampling.top_p", "sampling.n", "stop.strings[0]", "output.logprobs"}
+
+
+async def test_a_name_that_cannot_be_read_is_told_alone() -> None:
+    """It says who may, which is settled before anything else is looked at."""
+    async with serving(FakeEngine()) as (_, channel):
+        error = await failure(channel, request(text="", adapter="?"))
+    assert {v.field for v in error.violations} == {"adapter"}
 
 
 async def test_refusal_of_the_template_names_the_chat() -> None:
@@ -302,10 +316,75 @@ async def test_refusal_of_the_template_names_the_chat() -> None:
     assert "no system role" in error.message
 
 
-async def test_blend_is_not_pretended() -> None:
+def parts(*named: tuple[str, float]) -> list[pb.BlendPart]:
+    return [pb.BlendPart(reference=reference, weight=weight) for reference, weight in named]
+
+
+async def test_a_blend_is_prepared_as_one_adapter_and_told_as_its_parts() -> None:
+    engine, adapters = FakeEngine(saying("aye")), FakeAdapters()
+    async with serving(engine, adapters) as (_, channel):
+        message = request(blend=parts(("pirate", 0.5), ("default/pirate@2", -2)), session_id="s")
+        told = await generate(channel, message)
+    sent = (BlendPart("default/pirate", 0.5), BlendPart("default/pirate@2", -2.0))
+    assert adapters.blended == [(sent, "s")]
+    assert engine.specs[0].adapter_digest == BLEND
+    started = told[0].started
+    assert (started.adapter_version, started.adapter_digest) == ("", BLEND)
+    version = "namespaces/default/adapters/pirate/versions/2"
+    assert [(p.adapter_version, p.adapter_digest, p.weight) for p in started.blend] == [
+        (version, DIGEST, 0.5),
+        (version, DIGEST, -2.0),
+    ]
+    assert text_of(told) == "aye"
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        ({"blend": parts(("pirate", 0))}, {"blend[0].weight"}),
+        ({"blend": parts(("pirate", 1), ("pirate", NAN))}, {"blend[1].weight"}),
+        ({"blend": parts(("pirate", INF), ("pirate", -INF))}, {"blend[0].weight", "blend[1].weight"}),
+        ({"blend": parts(("pirate", 1001))}, {"blend[0].weight"}),
+        ({"blend": parts(*[("pirate", 1.0)] * 9)}, {"blend"}),
+        ({"blend": parts(("pirate", 1)), "adapter": "pirate"}, {"blend"}),
+        ({"blend": parts(("pirate", 0)), "sampling": pb.Sampling(top_p=2)}, {"blend[0].weight", "sampling.top_p"}),
+    ],
+)
+async def test_what_is_wrong_with_a_blend_is_named(fields: dict[str, object], wrong: set[str]) -> None:
+    adapters = FakeAdapters()
+    async with serving(FakeEngine(), adapters) as (_, channel):
+        error = await failure(channel, request(**fields))
+    assert isinstance(error, InvalidArgument)
+    assert {violation.field for violation in error.violations} == wrong
+    assert adapters.blended == []
+
+
+@pytest.mark.parametrize("reference", ["", "No/No/No"])
+async def test_a_part_that_names_no_adapter_is_refused(reference: str) -> None:
     async with serving(FakeEngine()) as (_, channel):
-        message = request(blend=[pb.BlendPart(reference="pirate", weight=1)])
-        assert isinstance(await failure(channel, message), Unimplemented)
+        error = await failure(channel, request(blend=parts(("pirate", 1), (reference, 1))))
+    assert isinstance(error, InvalidArgument)
+    assert [violation.field for violation in error.violations] == ["blend[1].reference"]
+
+
+async def test_a_part_that_is_not_there_is_not_found() -> None:
+    async with serving(FakeEngine()) as (_, channel):
+        error = await failure(channel, request(blend=parts(("pirate", 1), ("parrot", 1))))
+    assert isinstance(error, AdapterNotFound)
+
+
+async def test_an_adapter_acts_from_its_last_activation_on_or_not_at_all() -> None:
+    engine, adapters = FakeEngine(), FakeAdapters()
+    activated = PreparedAdapter("v", DIGEST, 8, 1, activation=(1, 2), tier="disk")
+    adapters.others["default/late"] = activated
+    async with serving(engine, adapters) as (_, channel):
+        told = []
+        for ids in ([1, 2, 5, 1, 2, 6], [1, 2], [2, 1]):
+            told += await generate(channel, request(adapter="late", token_ids=pb.TokenIds(ids=ids)))
+    seen = [(spec.adapter_digest, spec.adapter_start, spec.adapter_tier) for spec in engine.specs]
+    assert seen == [(DIGEST, 3, "disk"), (DIGEST, 0, "disk"), (None, 0, "host")]
+    digests = [r.started.adapter_digest for r in told if r.HasField("started")]
+    assert digests == [DIGEST] * 3  # it is what was asked for, active or not
 
 
 async def test_an_error_in_the_engine_ends_only_its_stream() -> None:

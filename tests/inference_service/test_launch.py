@@ -17,6 +17,7 @@ from inference_service.adapters.config import AdapterProcessStart
 from inference_service.config import ApiStart, InferenceConfig, parse_size
 from inference_service.engine.config import EngineConfig
 from inference_service.launch import child_specs, find_base_model
+from inference_service.machine_checks import kernel_cache
 from shared.base_model import parse_config, tensor_shapes
 from shared.config import ConfigError, load
 from shared.errors import InvalidArgument
@@ -116,6 +117,29 @@ def test_start_lines(folder: Path) -> None:
     assert adapters.pass_fds == engine.pass_fds == (9,)
 
 
+def test_random_weights_need_no_checkpoint(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    one, other = (
+        InferenceConfig(model=str(folder), device="cpu", load_format="dummy", dummy_seed=seed) for seed in (1, 2)
+    )
+    base = find_base_model(one)
+    assert base.weights_fingerprint != find_base_model(other).weights_fingerprint
+    adapters, engine, *_ = child_specs(one, base, Path("/run/x"), 9)
+    settings = msgspec.convert(json.loads(engine.start)["config"], EngineConfig)
+    assert (settings.load_format, settings.seed) == ("dummy", 1)
+    start = msgspec.json.decode(adapters.start, type=AdapterProcessStart)
+    assert start.config.weights_fingerprint == settings.weights_fingerprint == base.weights_fingerprint
+    with pytest.raises(InvalidArgument, match=r"model\.safetensors"):
+        find_base_model(InferenceConfig(model=str(folder), device="cpu"))
+
+
+def test_compiled_kernels_are_kept_below_the_cache_folder(folder: Path) -> None:
+    config = InferenceConfig(model=str(folder), device="cpu", cache_dir=Path("/c"))
+    specs = child_specs(config, find_base_model(config), Path("/run/x"), 9)
+    assert [dict(spec.environment) for spec in specs] == [{}, {"TRITON_CACHE_DIR": "/c/kernels"}, {}]
+    assert kernel_cache(InferenceConfig(model="m", kernel_cache_dir=Path("/k"))) == Path("/k")
+
+
 def test_half_precision_is_for_gpus(folder: Path) -> None:
     on_gpu = InferenceConfig(model=str(folder), device="cuda")
     assert find_base_model(on_gpu).dtype == "bfloat16"
@@ -185,7 +209,7 @@ def test_what_only_a_child_finds_wrong_ends_the_replica_likewise(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = ("--model", str(folder), "--device", "cpu", "--listen", "127.0.0.1:0", "--cache-dir", str(tmp_path / "c"))
-    assert command.main([*model, "--kv-cache-memory", "100B"]) == 2
+    assert command.main([*model, "--kv-cache-memory", "100B", "--metrics-listen", "127.0.0.1:0"]) == 2
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert errors == [
         "error: the engine process ended with exit code 2: INVALID_ARGUMENT: kv_cache_memory: is 100 bytes; "

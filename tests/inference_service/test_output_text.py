@@ -8,7 +8,6 @@ from tokenizers import decoders, models
 from inference_service.detokenizer import Detokenizer
 from inference_service.output import OutputSequence, Piece
 from inference_service.stop_strings import StopStrings
-from inference_service.tokenizer import Tokenizer
 from inference_service.types import SequenceDelta, TokenLogprobs
 from tests.inference_service.serving_fakes import EOS, byte_tokenizer
 
@@ -25,7 +24,7 @@ def first_match(text: str, stops: list[str]) -> tuple[int, str] | None:
 
 def pieces_of(ids: list[int], stops: list[str], sizes: list[int], end: str) -> list[Piece]:
     """Feed `ids` in deltas of `sizes`, then the end; what comes out until the sequence has ended."""
-    sequence, pieces, at = OutputSequence(Detokenizer(BYTES), tuple(stops)), [], 0
+    sequence, pieces, at = OutputSequence(Detokenizer(BYTES.backend), tuple(stops)), [], 0
     deltas = []
     while at < len(ids):
         size = sizes[len(deltas) % len(sizes)]
@@ -93,7 +92,7 @@ def test_a_longer_stop_string_that_begins_first_wins_if_it_completes() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=20))
 def test_detokenizer_gives_whole_characters_and_all_of_them(text: str) -> None:
-    detokenizer = Detokenizer(BYTES)
+    detokenizer = Detokenizer(BYTES.backend)
     pieces = [detokenizer.feed(byte) for byte in text.encode()]
     assert "".join(pieces) + detokenizer.flush() == text
     for position, piece in enumerate(pieces, 1):
@@ -104,18 +103,18 @@ def test_detokenizer_gives_whole_characters_and_all_of_them(text: str) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=12))
 def test_detokenizer_agrees_with_decode_on_any_bytes(data: bytes) -> None:
-    detokenizer = Detokenizer(BYTES)
+    detokenizer = Detokenizer(BYTES.backend)
     text = "".join(detokenizer.feed(byte) for byte in data) + detokenizer.flush()
     assert text == BYTES.decode(list(data)) == data.decode(errors="replace")
 
 
 def test_special_tokens_have_no_text() -> None:
-    detokenizer = Detokenizer(BYTES)
+    detokenizer = Detokenizer(BYTES.backend)
     assert [detokenizer.feed(i) for i in (97, EOS, 257, 98)] == ["a", "", "", "b"]
 
 
 def test_incomplete_character_is_flushed_and_the_text_goes_on() -> None:
-    detokenizer = Detokenizer(BYTES)
+    detokenizer = Detokenizer(BYTES.backend)
     assert [detokenizer.feed(i) for i in (0x61, 0xE6, 0xBC)] == ["a", "", ""]
     assert detokenizer.flush() == "�"
     assert detokenizer.flush() == ""
@@ -126,5 +125,5 @@ def test_spaces_of_sentencepiece_survive_between_tokens() -> None:
     vocab = {"<unk>": 0, "▁a": 1, "▁b": 2, "c": 3}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.decoder = decoders.Metaspace()
-    detokenizer = Detokenizer(Tokenizer(backend))
+    detokenizer = Detokenizer(backend)
     assert "".join(detokenizer.feed(i) for i in (1, 2, 3, 1)) + detokenizer.flush() == "a bc a"

@@ -136,6 +136,44 @@ async def test_only_the_ready_line_of_standard_output_is_kept_back(capfd: pytest
     assert out + capfd.readouterr().out == "a result\n"
 
 
+class Ears:
+    """An observer that remembers what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.is_running = False
+
+    def on_report(self, line: str) -> None:
+        self.heard.append(f"report {line.strip()}")
+
+    def on_event(self, event: str) -> None:
+        self.heard.append(event)
+
+    async def run(self) -> None:
+        self.is_running = True
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.is_running = False
+
+
+async def test_an_observer_hears_reports_and_events(capfd: pytest.CaptureFixture[str]) -> None:
+    program = "import os; print('report ' + os.environ['SAID'], flush=True); print('ready'); raise SystemExit(1)"
+    argv = (sys.executable, "-S", "-c", program)
+    child = ChildSpec("api", argv, b"", b"", stage=1, grace=5.0, environment={"SAID": "7"})
+    ears = Ears()
+    running = asyncio.create_task(Supervisor([child], FAST, ears).run())
+    async with asyncio.timeout(10):
+        while "api_up" not in ears.heard:  # noqa: ASYNC110 - another process is waited for
+            await asyncio.sleep(0.01)
+    assert ears.is_running
+    assert set(ears.heard) == {"report 7", "api_down", "api_up"}
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(running, 10) == 0
+    assert not ears.is_running
+    assert "report" not in capfd.readouterr().out
+
+
 async def test_a_program_that_is_missing_ends_the_replica() -> None:
     missing = ChildSpec("engine", ("/no/such/program",), b"", b"", stage=1, grace=5.0)
     supervisor = Supervisor([missing])

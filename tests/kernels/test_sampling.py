@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import sampling, sampling_reference
 from kernels.philox import gumbel, philox, token_bits
-from kernels.sampling import PROMPT_BIT, Adjustments, SamplingRows
+from kernels.sampling import NOT_FINITE, PROMPT_BIT, Adjustments, SamplingRows, TopLogprobs
 from tests.kernels.poisoning import DEVICE, DTYPES, poison_empty, poisoned, random
 
 triton = pytest.importorskip("triton")
@@ -106,13 +106,26 @@ def test_forbidden_tokens_are_never_chosen() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_broken_logits_still_give_a_token(value: float) -> None:
-    rows = sampling_rows(FILTERS)
-    for logits in (torch.full((len(FILTERS), 40), value, device=DEVICE), random(len(FILTERS), 40, dtype=torch.float32)):
-        logits[:, 7] = value
-        tokens = sampling_triton.sample(logits, rows, filtered=True)
-        assert ((tokens >= 0) & (tokens < 40)).all()
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("where", [slice(7, 8), slice(1070, 1071), slice(None)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_has_no_token_and_spoils_no_other(value: float, where: slice, filtered: bool) -> None:
+    rows, logits = sampling_rows(FILTERS), random(len(FILTERS), 1100, dtype=torch.float32)
+    before = sampling_triton.sample(logits, rows, filtered=filtered)
+    logits[::2, where] = value
+    expected = before.clone()
+    expected[::2] = NOT_FINITE
+    for op in (sampling_triton, sampling_reference):
+        assert torch.equal(op.sample(logits, rows, filtered=filtered), expected)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy
+@pytest.mark.parametrize("filtered", [False, True])
+def test_nothing_but_impossible_tokens_is_not_finite(filtered: bool) -> None:
+    rows, logits = sampling_rows(FILTERS), torch.full((len(FILTERS), 40), float("-inf"), device=DEVICE)
+    logits[1:, 11] = -3.0
+    for op in (sampling_triton, sampling_reference):
+        assert op.sample(logits, rows, filtered=filtered).tolist() == [NOT_FINITE] + [11] * (len(FILTERS) - 1)
 
 
 @pytest.mark.gpu
@@ -224,22 +237,27 @@ def test_frequencies_follow_the_probabilities() -> None:
 
 
 def adjustments(rows: int, vocab: int) -> Adjustments:
+    """The first row has no penalties, the last one no biases; the others' rows of counts and biases are shuffled."""
     counts = poisoned(rows + 2, vocab, dtype=torch.int32)
     generator = torch.Generator().manual_seed(3)
     count_rows = torch.arange(rows, dtype=torch.int32, device=DEVICE) + 1
     for i in range(rows):
         prompt, output = (torch.randint(0, vocab, (n,), generator=generator).to(DEVICE) for n in (9, 12))
-        sampling.set_counts(counts, i + 1, prompt, output)
+        counts[i + 1] = 0
+        sampling.set_counts(counts, (i + 1) * vocab + prompt, (i + 1) * vocab + output)
     count_rows[0] = -1
-    bias_ids = torch.stack([torch.randperm(vocab, generator=generator)[:70] for _ in range(rows)]).to(
-        DEVICE, torch.int32
-    )
-    bias_ids[:, 66:] = -1
-    bias_ids[-1] = -1
-    values = random(rows, 70, dtype=torch.float32, seed=4)
+    ids = torch.stack([torch.randperm(max(vocab, 200), generator=generator)[:200] for _ in range(rows)])
+    entries = torch.empty((rows, 2, 200), dtype=torch.int32, device=DEVICE)  # ids beside values
+    entries[:, 0] = ids.to(DEVICE, torch.int32)
+    entries[:, 0].masked_fill_(entries[:, 0] >= vocab, -1)
+    entries[:, 0, 166:] = -1
+    values = entries[:, 1].view(torch.float32)
+    values[:] = random(rows, 200, dtype=torch.float32, seed=4)
     values[:, :2] = float("-inf")
+    bias_rows = torch.arange(rows, dtype=torch.int32, device=DEVICE).flip(0)
+    bias_rows[-1] = -1
     ones = torch.ones(rows, device=DEVICE)
-    return Adjustments(1.3 * ones, 0.4 * ones, -0.2 * ones, count_rows, counts, bias_ids, values)
+    return Adjustments(1.3 * ones, 0.4 * ones, -0.2 * ones, count_rows, counts, bias_rows, entries[:, 0], values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -247,7 +265,7 @@ def test_adjust(dtype: torch.dtype) -> None:
     logits, wanted = random(4, 1100, dtype=dtype), adjustments(4, 1100)
     before = logits.clone()
     actual, expected = sampling_triton.adjust(logits, wanted), sampling_reference.adjust(logits, wanted)
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(actual, expected)
     assert torch.equal(logits, before)
     assert (actual == float("-inf")).sum() == 6
 
@@ -256,34 +274,86 @@ def test_adjust_without_biases() -> None:
     logits, wanted = random(2, 100, dtype=torch.float32), adjustments(2, 100)
     wanted = wanted._replace(bias_ids=wanted.bias_ids[:, :0], bias_values=wanted.bias_values[:, :0])
     actual = sampling_triton.adjust(logits, wanted)
-    torch.testing.assert_close(actual, sampling_reference.adjust(logits, wanted), rtol=1e-6, atol=1e-6)
+    assert torch.equal(actual, sampling_reference.adjust(logits, wanted))
     assert torch.equal(actual[0], logits[0])
 
 
 def test_penalties_by_hand() -> None:
     counts = torch.zeros(1, 6, dtype=torch.int32, device=DEVICE)
-    sampling.set_counts(counts, 0, *(torch.tensor(ids, device=DEVICE) for ids in ([0, 1, 1], [1, 2, 2])))
+    sampling.set_counts(counts, *(torch.tensor(ids, device=DEVICE) for ids in ([0, 1, 1], [1, 2, 2])))
     assert counts[0].tolist() == [PROMPT_BIT, PROMPT_BIT + 1, 2, 0, 0, 0]
-    rows, last = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.tensor([3], device=DEVICE)
-    sampling.count_tokens(counts, rows, last)
-    sampling.count_tokens(counts, rows - 1, last)
-    assert counts[0, 3] == 1
+    rows = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for op in (sampling_triton, sampling_reference):
+        counts[0, 3] = 0
+        for count_rows, token in ((rows, 3), (rows - 1, 3), (rows, NOT_FINITE)):
+            op.count_tokens(counts, count_rows, torch.tensor([token], device=DEVICE))
+        assert counts[0].tolist() == [PROMPT_BIT, PROMPT_BIT + 1, 2, 1, 0, 0]
     ones = torch.ones(1, device=DEVICE)
     no_bias = torch.zeros(1, 0, dtype=torch.int32, device=DEVICE)
-    wanted = Adjustments(2 * ones, 0.5 * ones, ones, rows, counts, no_bias, no_bias.float())
+    wanted = Adjustments(2 * ones, 0.5 * ones, ones, rows, counts, rows - 1, no_bias, no_bias.float())
     logits = torch.tensor([[4.0, -4.0, 4.0, 4.0, 4.0, -4.0]], device=DEVICE)
     expected = [2.0, -8.0 - 1.5, 2.0 - 2.5, 2.0 - 1.5, 4.0, -4.0]
     assert sampling_triton.adjust(logits, wanted)[0].tolist() == expected
     assert sampling_reference.adjust(logits, wanted)[0].tolist() == expected
 
 
-def test_token_logprobs() -> None:
-    logits = random(3, 50, dtype=torch.float16)
-    chosen, top_ids, top = sampling.token_logprobs(logits, torch.tensor([4, 0, 49], device=DEVICE), 5)
-    expected = logits.float().log_softmax(-1)
-    torch.testing.assert_close(chosen, expected[[0, 1, 2], [4, 0, 49]])
-    torch.testing.assert_close(top, expected.gather(1, top_ids))
-    assert torch.equal(top_ids[:, 0], logits.argmax(-1))
+@settings(max_examples=30, deadline=None)
+@given(
+    tokens=st.lists(st.tuples(st.integers(-1, 4), st.integers(-1, 9)), max_size=5, unique_by=lambda pair: pair[0]),
+)
+def test_counts_follow_the_tokens(tokens: list[tuple[int, int]]) -> None:
+    expected = torch.zeros(5, 10, dtype=torch.int32)
+    for count_row, token in tokens:
+        if count_row >= 0 and token >= 0:
+            expected[count_row, token] += 1
+    rows = torch.tensor([count_row for count_row, _ in tokens], dtype=torch.int32, device=DEVICE)
+    ids = torch.tensor([token for _, token in tokens], dtype=torch.int64, device=DEVICE)
+    counts = torch.zeros(5, 10, dtype=torch.int32, device=DEVICE)
+    if tokens:
+        sampling_triton.count_tokens(counts, rows, ids)
+    assert torch.equal(counts.cpu(), expected)
+
+
+# ---- logprobs and tokens on the device
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_token_logprobs(vocab: int, dtype: torch.dtype) -> None:
+    logits = (4 * random(4, vocab + 2, dtype=torch.float32, seed=vocab)).to(dtype)[:, :vocab]
+    ids = torch.tensor([4, 0, vocab - 1, NOT_FINITE], device=DEVICE)
+    expected = logits.double().log_softmax(-1)
+    count = min(7, vocab)
+    for op in (sampling_triton, sampling_reference):
+        chosen = poisoned(6, dtype=torch.float32)
+        out = TopLogprobs(chosen[1:5], poisoned(4, 9, dtype=torch.int32), poisoned(4, 9, dtype=torch.float32))
+        op.token_logprobs(logits, ids, count, out)
+        wanted = expected.gather(1, ids.clamp(min=0)[:, None])[:, 0]
+        torch.testing.assert_close(out.chosen[:3].double(), wanted[:3], rtol=1e-6, atol=2e-6)
+        top = out.top[:, :count]
+        torch.testing.assert_close(top.double(), expected.topk(count).values, rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(
+            top.double(), expected.gather(1, out.top_ids[:, :count].long()), rtol=1e-6, atol=2e-6
+        )
+        assert chosen[[0, 5]].isnan().all()
+        assert out.top[:, count:].isnan().all()
+
+
+def test_token_logprobs_without_alternatives_and_with_all() -> None:
+    logits = random(3, 5, dtype=torch.float32)
+    ids = torch.tensor([4, 0, 2], device=DEVICE)
+    assert sampling.token_logprobs(logits, ids, 0).top.shape == (3, 0)
+    assert sampling.token_logprobs(logits, ids, 20).top.exp().sum(-1).tolist() == pytest.approx([1.0] * 3)
+
+
+def test_take_sampled() -> None:
+    token_ids, sampled = torch.arange(300, device=DEVICE), torch.tensor([70, NOT_FINITE, 72], device=DEVICE)
+    sources = torch.full((300,), -1, device=DEVICE)
+    sources[[0, 5, 299]] = torch.tensor([2, 1, 0], device=DEVICE)
+    expected = token_ids.clone()
+    expected[[0, 5, 299]] = torch.tensor([72, 0, 70], device=DEVICE)
+    for op in (sampling_triton, sampling_reference):
+        assert torch.equal(op.take_sampled(token_ids, sources, sampled), expected)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the doors on a CPU")

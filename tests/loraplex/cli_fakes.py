@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import threading
+from pathlib import Path
 from typing import NamedTuple
 
 from loraplex.cli.main import main
@@ -23,6 +24,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grp
 
     def __init__(self):
         self.requests = []
+        self.status = control_pb2.GetReplicaStatusResponse()
 
     async def GetModelInfo(self, request, context):  # noqa: N802
         fields = {"architecture": "LlamaForCausalLM", "device": "cpu", "dtype": "float32"}
@@ -49,6 +51,9 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grp
         self.requests.append(request)
         return control_pb2.UnloadAdapterResponse(freed_bytes=20_000)
 
+    async def GetReplicaStatus(self, request, context):  # noqa: N802
+        return self.status
+
     async def ListLoadedAdapters(self, request, context):  # noqa: N802
         at = int(request.page_token or 0)  # pages of one
         found = {"adapter_version": NAMES[at], "digest": f"sha256:{at}", "level": LEVEL, "rank": 4, "size_bytes": 10}
@@ -57,12 +62,13 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grp
 
 
 class Servers(NamedTuple):
-    """Where they listen, and what the fake one heard."""
+    """Where they listen, what the fake one heard, and the folder that the registry calls file://main."""
 
     registry: str
     inference: str
     unready: str
     fake: FakeInference
+    root: Path
 
 
 @contextlib.contextmanager
@@ -84,7 +90,7 @@ def serving(folder):
         ready, unready = await _inference(fake), await _inference(fake)
         await ready.readiness.set(serving=True)
         ports = (f"127.0.0.1:{port}" for port in (registry.port, ready.port, unready.port))
-        servers.append(Servers(*ports, fake))
+        servers.append(Servers(*ports, fake, folder / "adapters"))
         started.set()
         await stop.wait()
         await asyncio.gather(registry.stop(), ready.server.stop(None), unready.server.stop(None))

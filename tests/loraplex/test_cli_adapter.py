@@ -36,7 +36,7 @@ def test_list_is_as_wide_as_its_content(cli, register):
     ran = cli("adapter", "list")
     (line,) = (line for line in ran.out.splitlines() if line.startswith("wide-"))
     assert line.startswith("wide-" + "w" * 50 + "  1 ")
-    assert "prod→1, stable→1  tiny" in line
+    assert re.search("1 +prod→1, stable→1 +tiny +2 ", line)
     assert line.endswith(words.strip())
 
 
@@ -67,6 +67,9 @@ def test_show_and_alias(cli, register):
     ran = cli("adapter", "show", "shown@prod")
     assert DIGEST.search(ran.out)
     assert re.search(r"^aliases +prod→1$", ran.out, re.M)
+    assert re.search(r"^kinds +lora$", ran.out, re.M)
+    assert re.search(r"^MODULE +LAYERS +RANK +SCALE +KINDS +TENSORS +BYTES$", ran.out, re.M)
+    assert re.search(r"^q_proj +0-\d+ +\d+ +[\d.]+ +lora +\d+ +[\d.]+ k?M?B$", ran.out, re.M)
     assert json.loads(cli("adapter", "show", "shown", "--json").out)["resolved"]["version"]["size_bytes"] > 0
 
 

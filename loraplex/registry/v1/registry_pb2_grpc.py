@@ -147,7 +147,8 @@ class AdapterRegistryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchAdapters(self, request, context):
-        """A snapshot, then every change in order.
+        """A snapshot, then every change in order. UNAVAILABLE when the registry drains and RESOURCE_EXHAUSTED when the caller
+        reads too slowly: call again with the last resume_token. OUT_OF_RANGE (WATCH_COMPACTED): begin anew without one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

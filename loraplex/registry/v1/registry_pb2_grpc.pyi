@@ -22,7 +22,9 @@ class AdapterRegistryServiceStub:
     ResolveAdapter: _aio.UnaryUnaryMultiCallable[_registry_pb2.ResolveAdapterRequest, _registry_pb2.ResolveAdapterResponse]
     """The version that a reference means now."""
     WatchAdapters: _aio.UnaryStreamMultiCallable[_registry_pb2.WatchAdaptersRequest, _registry_pb2.WatchAdaptersResponse]
-    """A snapshot, then every change in order."""
+    """A snapshot, then every change in order. UNAVAILABLE when the registry drains and RESOURCE_EXHAUSTED when the caller
+    reads too slowly: call again with the last resume_token. OUT_OF_RANGE (WATCH_COMPACTED): begin anew without one.
+    """
     GetAdapter: _aio.UnaryUnaryMultiCallable[_registry_pb2.GetAdapterRequest, _resources_pb2.Adapter]
     ListAdapters: _aio.UnaryUnaryMultiCallable[_registry_pb2.ListAdaptersRequest, _registry_pb2.ListAdaptersResponse]
     UpdateAdapter: _aio.UnaryUnaryMultiCallable[_registry_pb2.UpdateAdapterRequest, _registry_pb2.UpdateAdapterResponse]
@@ -70,7 +72,9 @@ class AdapterRegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_pb2.WatchAdaptersRequest,
         context: _aio.ServicerContext[_registry_pb2.WatchAdaptersRequest, _abc.AsyncIterator[_registry_pb2.WatchAdaptersResponse]],
     ) -> _abc.AsyncIterator[_registry_pb2.WatchAdaptersResponse]:
-        """A snapshot, then every change in order."""
+        """A snapshot, then every change in order. UNAVAILABLE when the registry drains and RESOURCE_EXHAUSTED when the caller
+        reads too slowly: call again with the last resume_token. OUT_OF_RANGE (WATCH_COMPACTED): begin anew without one.
+        """
 
     @_abc_1.abstractmethod
     def GetAdapter(

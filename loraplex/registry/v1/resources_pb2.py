@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$loraplex/registry/v1/resources.proto\x12\x14loraplex.registry.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc5\x06\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x12\n\nbase_model\x18\x03 \x01(\t\x12\x15\n\rdefault_alias\x18\x04 \x01(\t\x12:\n\tresidency\x18\x05 \x01(\x0e\x32\'.loraplex.registry.v1.Adapter.Residency\x12\x39\n\x06labels\x18\x06 \x03(\x0b\x32).loraplex.registry.v1.Adapter.LabelsEntry\x12\x43\n\x0b\x61nnotations\x18\x07 \x03(\x0b\x32..loraplex.registry.v1.Adapter.AnnotationsEntry\x12\x13\n\x0b\x64\x65scription\x18\x08 \x01(\t\x12\x33\n\x07\x61liases\x18\t \x03(\x0b\x32\".loraplex.registry.v1.AdapterAlias\x12\x16\n\x0elatest_version\x18\n \x01(\x03\x12/\n\x0b\x63reate_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x64\x65lete_time\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\npurge_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04\x65tag\x18\x0f \x01(\t\x12\x34\n\x07serving\x18\x10 \x01(\x0b\x32#.loraplex.registry.v1.ServingStatus\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x32\n\x10\x41nnotationsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"l\n\tResidency\x12\x19\n\x15RESIDENCY_UNSPECIFIED\x10\x00\x12\x17\n\x13RESIDENCY_ON_DEMAND\x10\x01\x12\x15\n\x11RESIDENCY_PRELOAD\x10\x02\x12\x14\n\x10RESIDENCY_PINNED\x10\x03\"\xbf\x01\n\rServingStatus\x12\x16\n\x0eready_replicas\x18\x01 \x01(\x05\x12\x17\n\x0ftarget_replicas\x18\x02 \x01(\x05\x12?\n\tnot_ready\x18\x03 \x03(\x0b\x32,.loraplex.registry.v1.ServingStatus.NotReady\x1a<\n\x08NotReady\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x81\x01\n\x0c\x41\x64\x61pterAlias\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x32\n\x07targets\x18\x02 \x03(\x0b\x32!.loraplex.registry.v1.AliasTarget\x12/\n\x0bupdate_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\">\n\x0b\x41liasTarget\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x13\n\x06weight\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_weight\"\xbc\x05\n\x0e\x41\x64\x61pterVersion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x33\n\x06source\x18\x03 \x01(\x0b\x32#.loraplex.registry.v1.AdapterSource\x12:\n\x0epinned_sources\x18\x04 \x03(\x0b\x32\".loraplex.registry.v1.PinnedSource\x12\x30\n\x08manifest\x18\x05 \x01(\x0b\x32\x1e.loraplex.registry.v1.Manifest\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\x12\x35\n\x0blora_config\x18\x07 \x01(\x0b\x32 .loraplex.registry.v1.LoraConfig\x12\x12\n\nsize_bytes\x18\x08 \x01(\x03\x12\x13\n\x0bnum_tensors\x18\t \x01(\x05\x12\x39\n\x05state\x18\n \x01(\x0e\x32*.loraplex.registry.v1.AdapterVersion.State\x12\x0f\n\x07\x63reator\x18\x0b \x01(\t\x12/\n\x0b\x63reate_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x64\x65lete_time\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\npurge_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nbase_model\x18\x0f \x01(\t\x12\x1e\n\x16\x62\x61se_model_fingerprint\x18\x10 \x01(\t\x12\x10\n\x08warnings\x18\x11 \x03(\t\"X\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSTATE_READY\x10\x01\x12\x14\n\x10STATE_DEPRECATED\x10\x02\x12\x11\n\rSTATE_DELETED\x10\x03\"4\n\rAdapterSource\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x16\n\x0e\x63redential_ref\x18\x02 \x01(\t\"\xc7\x01\n\x0cPinnedSource\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12@\n\x07objects\x18\x03 \x03(\x0b\x32/.loraplex.registry.v1.PinnedSource.PinnedObject\x12\x16\n\x0e\x63redential_ref\x18\x04 \x01(\t\x1a>\n\x0cPinnedObject\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nversion_id\x18\x02 \x01(\t\x12\x0c\n\x04\x65tag\x18\x03 \x01(\t\"x\n\x08Manifest\x12\x32\n\x05\x66iles\x18\x01 \x03(\x0b\x32#.loraplex.registry.v1.Manifest.File\x1a\x38\n\x04\x46ile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"\xa1\x01\n\nLoraConfig\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\r\n\x05\x61lpha\x18\x02 \x01(\x01\x12\x16\n\x0etarget_modules\x18\x03 \x03(\t\x12\x12\n\nuse_rslora\x18\x04 \x01(\x08\x12\x10\n\x08use_dora\x18\x05 \x01(\x08\x12\r\n\x05kinds\x18\x06 \x03(\t\x12\x13\n\x0bnum_modules\x18\x07 \x01(\x05\x12\x14\n\x0c\x64\x65vice_bytes\x18\x08 \x01(\x03\"\xa7\x01\n\tBaseModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x13\n\x0bnum_modules\x18\x04 \x01(\x05\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1b\n\x13weights_fingerprint\x18\x06 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$loraplex/registry/v1/resources.proto\x12\x14loraplex.registry.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x9a\x07\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x12\n\nbase_model\x18\x03 \x01(\t\x12\x15\n\rdefault_alias\x18\x04 \x01(\t\x12:\n\tresidency\x18\x05 \x01(\x0e\x32\'.loraplex.registry.v1.Adapter.Residency\x12\x39\n\x06labels\x18\x06 \x03(\x0b\x32).loraplex.registry.v1.Adapter.LabelsEntry\x12\x43\n\x0b\x61nnotations\x18\x07 \x03(\x0b\x32..loraplex.registry.v1.Adapter.AnnotationsEntry\x12\x13\n\x0b\x64\x65scription\x18\x08 \x01(\t\x12\x33\n\x07\x61liases\x18\t \x03(\x0b\x32\".loraplex.registry.v1.AdapterAlias\x12\x16\n\x0elatest_version\x18\n \x01(\x03\x12/\n\x0b\x63reate_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x64\x65lete_time\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\npurge_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04\x65tag\x18\x0f \x01(\t\x12\x34\n\x07serving\x18\x10 \x01(\x0b\x32#.loraplex.registry.v1.ServingStatus\x12=\n\x0f\x64\x65\x66\x61ult_version\x18\x11 \x01(\x0b\x32$.loraplex.registry.v1.DefaultVersion\x12\x14\n\x0cnum_versions\x18\x12 \x01(\x05\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x32\n\x10\x41nnotationsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"l\n\tResidency\x12\x19\n\x15RESIDENCY_UNSPECIFIED\x10\x00\x12\x17\n\x13RESIDENCY_ON_DEMAND\x10\x01\x12\x15\n\x11RESIDENCY_PRELOAD\x10\x02\x12\x14\n\x10RESIDENCY_PINNED\x10\x03\"S\n\x0e\x44\x65\x66\x61ultVersion\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\"\xbe\x02\n\rServingStatus\x12\x16\n\x0eready_replicas\x18\x01 \x01(\x05\x12\x17\n\x0ftarget_replicas\x18\x02 \x01(\x05\x12?\n\tnot_ready\x18\x03 \x03(\x0b\x32,.loraplex.registry.v1.ServingStatus.NotReady\x12\x43\n\x08versions\x18\x04 \x03(\x0b\x32\x31.loraplex.registry.v1.ServingStatus.VersionStatus\x1a<\n\x08NotReady\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x1a\x38\n\rVersionStatus\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x16\n\x0eready_replicas\x18\x02 \x01(\x05\"\x81\x01\n\x0c\x41\x64\x61pterAlias\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x32\n\x07targets\x18\x02 \x03(\x0b\x32!.loraplex.registry.v1.AliasTarget\x12/\n\x0bupdate_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\">\n\x0b\x41liasTarget\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x13\n\x06weight\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_weight\"\xbc\x05\n\x0e\x41\x64\x61pterVersion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12\x33\n\x06source\x18\x03 \x01(\x0b\x32#.loraplex.registry.v1.AdapterSource\x12:\n\x0epinned_sources\x18\x04 \x03(\x0b\x32\".loraplex.registry.v1.PinnedSource\x12\x30\n\x08manifest\x18\x05 \x01(\x0b\x32\x1e.loraplex.registry.v1.Manifest\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\x12\x35\n\x0blora_config\x18\x07 \x01(\x0b\x32 .loraplex.registry.v1.LoraConfig\x12\x12\n\nsize_bytes\x18\x08 \x01(\x03\x12\x13\n\x0bnum_tensors\x18\t \x01(\x05\x12\x39\n\x05state\x18\n \x01(\x0e\x32*.loraplex.registry.v1.AdapterVersion.State\x12\x0f\n\x07\x63reator\x18\x0b \x01(\t\x12/\n\x0b\x63reate_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x64\x65lete_time\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\npurge_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nbase_model\x18\x0f \x01(\t\x12\x1e\n\x16\x62\x61se_model_fingerprint\x18\x10 \x01(\t\x12\x10\n\x08warnings\x18\x11 \x03(\t\"X\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSTATE_READY\x10\x01\x12\x14\n\x10STATE_DEPRECATED\x10\x02\x12\x11\n\rSTATE_DELETED\x10\x03\"4\n\rAdapterSource\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x16\n\x0e\x63redential_ref\x18\x02 \x01(\t\"\xc7\x01\n\x0cPinnedSource\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12@\n\x07objects\x18\x03 \x03(\x0b\x32/.loraplex.registry.v1.PinnedSource.PinnedObject\x12\x16\n\x0e\x63redential_ref\x18\x04 \x01(\t\x1a>\n\x0cPinnedObject\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nversion_id\x18\x02 \x01(\t\x12\x0c\n\x04\x65tag\x18\x03 \x01(\t\"x\n\x08Manifest\x12\x32\n\x05\x66iles\x18\x01 \x03(\x0b\x32#.loraplex.registry.v1.Manifest.File\x1a\x38\n\x04\x46ile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"\xd7\x01\n\nLoraConfig\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\r\n\x05\x61lpha\x18\x02 \x01(\x01\x12\x16\n\x0etarget_modules\x18\x03 \x03(\t\x12\x12\n\nuse_rslora\x18\x04 \x01(\x08\x12\x10\n\x08use_dora\x18\x05 \x01(\x08\x12\r\n\x05kinds\x18\x06 \x03(\t\x12\x13\n\x0bnum_modules\x18\x07 \x01(\x05\x12\x14\n\x0c\x64\x65vice_bytes\x18\x08 \x01(\x03\x12\x34\n\x07modules\x18\t \x03(\x0b\x32#.loraplex.registry.v1.AdaptedModule\"\x86\x01\n\rAdaptedModule\x12\x0e\n\x06module\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\r\n\x05scale\x18\x04 \x01(\x01\x12\r\n\x05kinds\x18\x05 \x03(\t\x12\x13\n\x0bnum_tensors\x18\x06 \x01(\x05\x12\x14\n\x0c\x64\x65vice_bytes\x18\x07 \x01(\x03\"\xa7\x01\n\tBaseModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x13\n\x0bnum_modules\x18\x04 \x01(\x05\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1b\n\x13weights_fingerprint\x18\x06 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,37 +37,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADAPTER_ANNOTATIONSENTRY']._loaded_options = None
   _globals['_ADAPTER_ANNOTATIONSENTRY']._serialized_options = b'8\001'
   _globals['_ADAPTER']._serialized_start=96
-  _globals['_ADAPTER']._serialized_end=933
-  _globals['_ADAPTER_LABELSENTRY']._serialized_start=726
-  _globals['_ADAPTER_LABELSENTRY']._serialized_end=771
-  _globals['_ADAPTER_ANNOTATIONSENTRY']._serialized_start=773
-  _globals['_ADAPTER_ANNOTATIONSENTRY']._serialized_end=823
-  _globals['_ADAPTER_RESIDENCY']._serialized_start=825
-  _globals['_ADAPTER_RESIDENCY']._serialized_end=933
-  _globals['_SERVINGSTATUS']._serialized_start=936
-  _globals['_SERVINGSTATUS']._serialized_end=1127
-  _globals['_SERVINGSTATUS_NOTREADY']._serialized_start=1067
-  _globals['_SERVINGSTATUS_NOTREADY']._serialized_end=1127
-  _globals['_ADAPTERALIAS']._serialized_start=1130
-  _globals['_ADAPTERALIAS']._serialized_end=1259
-  _globals['_ALIASTARGET']._serialized_start=1261
-  _globals['_ALIASTARGET']._serialized_end=1323
-  _globals['_ADAPTERVERSION']._serialized_start=1326
-  _globals['_ADAPTERVERSION']._serialized_end=2026
-  _globals['_ADAPTERVERSION_STATE']._serialized_start=1938
-  _globals['_ADAPTERVERSION_STATE']._serialized_end=2026
-  _globals['_ADAPTERSOURCE']._serialized_start=2028
-  _globals['_ADAPTERSOURCE']._serialized_end=2080
-  _globals['_PINNEDSOURCE']._serialized_start=2083
-  _globals['_PINNEDSOURCE']._serialized_end=2282
-  _globals['_PINNEDSOURCE_PINNEDOBJECT']._serialized_start=2220
-  _globals['_PINNEDSOURCE_PINNEDOBJECT']._serialized_end=2282
-  _globals['_MANIFEST']._serialized_start=2284
-  _globals['_MANIFEST']._serialized_end=2404
-  _globals['_MANIFEST_FILE']._serialized_start=2348
-  _globals['_MANIFEST_FILE']._serialized_end=2404
-  _globals['_LORACONFIG']._serialized_start=2407
-  _globals['_LORACONFIG']._serialized_end=2568
-  _globals['_BASEMODEL']._serialized_start=2571
-  _globals['_BASEMODEL']._serialized_end=2738
+  _globals['_ADAPTER']._serialized_end=1018
+  _globals['_ADAPTER_LABELSENTRY']._serialized_start=811
+  _globals['_ADAPTER_LABELSENTRY']._serialized_end=856
+  _globals['_ADAPTER_ANNOTATIONSENTRY']._serialized_start=858
+  _globals['_ADAPTER_ANNOTATIONSENTRY']._serialized_end=908
+  _globals['_ADAPTER_RESIDENCY']._serialized_start=910
+  _globals['_ADAPTER_RESIDENCY']._serialized_end=1018
+  _globals['_DEFAULTVERSION']._serialized_start=1020
+  _globals['_DEFAULTVERSION']._serialized_end=1103
+  _globals['_SERVINGSTATUS']._serialized_start=1106
+  _globals['_SERVINGSTATUS']._serialized_end=1424
+  _globals['_SERVINGSTATUS_NOTREADY']._serialized_start=1306
+  _globals['_SERVINGSTATUS_NOTREADY']._serialized_end=1366
+  _globals['_SERVINGSTATUS_VERSIONSTATUS']._serialized_start=1368
+  _globals['_SERVINGSTATUS_VERSIONSTATUS']._serialized_end=1424
+  _globals['_ADAPTERALIAS']._serialized_start=1427
+  _globals['_ADAPTERALIAS']._serialized_end=1556
+  _globals['_ALIASTARGET']._serialized_start=1558
+  _globals['_ALIASTARGET']._serialized_end=1620
+  _globals['_ADAPTERVERSION']._serialized_start=1623
+  _globals['_ADAPTERVERSION']._serialized_end=2323
+  _globals['_ADAPTERVERSION_STATE']._serialized_start=2235
+  _globals['_ADAPTERVERSION_STATE']._serialized_end=2323
+  _globals['_ADAPTERSOURCE']._serialized_start=2325
+  _globals['_ADAPTERSOURCE']._serialized_end=2377
+  _globals['_PINNEDSOURCE']._serialized_start=2380
+  _globals['_PINNEDSOURCE']._serialized_end=2579
+  _globals['_PINNEDSOURCE_PINNEDOBJECT']._serialized_start=2517
+  _globals['_PINNEDSOURCE_PINNEDOBJECT']._serialized_end=2579
+  _globals['_MANIFEST']._serialized_start=2581
+  _globals['_MANIFEST']._serialized_end=2701
+  _globals['_MANIFEST_FILE']._serialized_start=2645
+  _globals['_MANIFEST_FILE']._serialized_end=2701
+  _globals['_LORACONFIG']._serialized_start=2704
+  _globals['_LORACONFIG']._serialized_end=2919
+  _globals['_ADAPTEDMODULE']._serialized_start=2922
+  _globals['_ADAPTEDMODULE']._serialized_end=3056
+  _globals['_BASEMODEL']._serialized_start=3059
+  _globals['_BASEMODEL']._serialized_end=3226
 # @@protoc_insertion_point(module_scope)

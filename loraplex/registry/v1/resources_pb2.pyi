@@ -107,6 +107,8 @@ class Adapter(_message.Message):
     PURGE_TIME_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
     SERVING_FIELD_NUMBER: _builtins.int
+    DEFAULT_VERSION_FIELD_NUMBER: _builtins.int
+    NUM_VERSIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """`namespaces/{namespace}/adapters/{adapter}`."""
     uid: _builtins.str
@@ -120,6 +122,8 @@ class Adapter(_message.Message):
     latest_version: _builtins.int
     """The highest live version, 0 if there is none."""
     etag: _builtins.str
+    num_versions: _builtins.int
+    """Live versions. Of GetAdapter and ListAdapters."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -135,7 +139,15 @@ class Adapter(_message.Message):
     @_builtins.property
     def purge_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
-    def serving(self) -> Global___ServingStatus: ...
+    def serving(self) -> Global___ServingStatus:
+        """Of GetAdapter and ListAdapters; elsewhere unset."""
+
+    @_builtins.property
+    def default_version(self) -> Global___DefaultVersion:
+        """What a reference without a suffix means; with several targets the one of the highest weight. Of GetAdapter and
+        ListAdapters; unset if there is none.
+        """
+
     def __init__(
         self,
         *,
@@ -155,14 +167,46 @@ class Adapter(_message.Message):
         purge_time: _timestamp_pb2.Timestamp | None = ...,
         etag: _builtins.str = ...,
         serving: Global___ServingStatus | None = ...,
+        default_version: Global___DefaultVersion | None = ...,
+        num_versions: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "delete_time", b"delete_time", "purge_time", b"purge_time", "serving", b"serving", "update_time", b"update_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "default_version", b"default_version", "delete_time", b"delete_time", "purge_time", b"purge_time", "serving", b"serving", "update_time", b"update_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "annotations", b"annotations", "base_model", b"base_model", "create_time", b"create_time", "default_alias", b"default_alias", "delete_time", b"delete_time", "description", b"description", "etag", b"etag", "labels", b"labels", "latest_version", b"latest_version", "name", b"name", "purge_time", b"purge_time", "residency", b"residency", "serving", b"serving", "uid", b"uid", "update_time", b"update_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "annotations", b"annotations", "base_model", b"base_model", "create_time", b"create_time", "default_alias", b"default_alias", "default_version", b"default_version", "delete_time", b"delete_time", "description", b"description", "etag", b"etag", "labels", b"labels", "latest_version", b"latest_version", "name", b"name", "num_versions", b"num_versions", "purge_time", b"purge_time", "residency", b"residency", "serving", b"serving", "uid", b"uid", "update_time", b"update_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
+class DefaultVersion(_message.Message):
+    """The version that an adapter's name alone means, as far as lists show it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    digest: _builtins.str
+    rank: _builtins.int
+    size_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        digest: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "rank", b"rank", "size_bytes", b"size_bytes", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DefaultVersion: _TypeAlias = DefaultVersion  # noqa: Y015
 
 @_typing.final
 class ServingStatus(_message.Message):
@@ -196,23 +240,53 @@ class ServingStatus(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class VersionStatus(_message.Message):
+        """One target of the default alias."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        VERSION_FIELD_NUMBER: _builtins.int
+        READY_REPLICAS_FIELD_NUMBER: _builtins.int
+        version: _builtins.int
+        ready_replicas: _builtins.int
+        def __init__(
+            self,
+            *,
+            version: _builtins.int = ...,
+            ready_replicas: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["ready_replicas", b"ready_replicas", "version", b"version"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     READY_REPLICAS_FIELD_NUMBER: _builtins.int
     TARGET_REPLICAS_FIELD_NUMBER: _builtins.int
     NOT_READY_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
     ready_replicas: _builtins.int
+    """Replicas that hold every target in host memory or on the GPU."""
     target_replicas: _builtins.int
+    """Replicas of the base model whose lease has not ended."""
     @_builtins.property
-    def not_ready(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServingStatus.NotReady]: ...
+    def not_ready(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServingStatus.NotReady]:
+        """At most 100."""
+
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServingStatus.VersionStatus]: ...
     def __init__(
         self,
         *,
         ready_replicas: _builtins.int = ...,
         target_replicas: _builtins.int = ...,
         not_ready: _abc.Iterable[Global___ServingStatus.NotReady] | None = ...,
+        versions: _abc.Iterable[Global___ServingStatus.VersionStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["not_ready", b"not_ready", "ready_replicas", b"ready_replicas", "target_replicas", b"target_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["not_ready", b"not_ready", "ready_replicas", b"ready_replicas", "target_replicas", b"target_replicas", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -529,23 +603,28 @@ class LoraConfig(_message.Message):
     KINDS_FIELD_NUMBER: _builtins.int
     NUM_MODULES_FIELD_NUMBER: _builtins.int
     DEVICE_BYTES_FIELD_NUMBER: _builtins.int
+    MODULES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
-    """Highest rank of any module."""
+    """Highest rank of any module, 0 without any."""
     alpha: _builtins.float
     """lora_alpha of adapter_config.json."""
     use_rslora: _builtins.bool
     use_dora: _builtins.bool
     num_modules: _builtins.int
-    """Number of modules that have tensors."""
+    """Number of modules that have LoRA."""
     device_bytes: _builtins.int
-    """Bytes on a device at 2 bytes a parameter."""
+    """Bytes on a device at 2 bytes a parameter, at most."""
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Kinds of modules that have tensors, such as `q_proj`."""
+        """Names of modules that have LoRA, such as `q_proj`."""
 
     @_builtins.property
     def kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Such as `lora`, `dora`, `lora_bias`."""
+        """Such as `lora`, `dora`, `lora_bias`, `trainable_tokens`."""
+
+    @_builtins.property
+    def modules(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdaptedModule]:
+        """Everything that is bound, modules of one name that are adapted alike together."""
 
     def __init__(
         self,
@@ -558,14 +637,62 @@ class LoraConfig(_message.Message):
         kinds: _abc.Iterable[_builtins.str] | None = ...,
         num_modules: _builtins.int = ...,
         device_bytes: _builtins.int = ...,
+        modules: _abc.Iterable[Global___AdaptedModule] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "device_bytes", b"device_bytes", "kinds", b"kinds", "num_modules", b"num_modules", "rank", b"rank", "target_modules", b"target_modules", "use_dora", b"use_dora", "use_rslora", b"use_rslora"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "device_bytes", b"device_bytes", "kinds", b"kinds", "modules", b"modules", "num_modules", b"num_modules", "rank", b"rank", "target_modules", b"target_modules", "use_dora", b"use_dora", "use_rslora", b"use_rslora"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoraConfig: _TypeAlias = LoraConfig  # noqa: Y015
+
+@_typing.final
+class AdaptedModule(_message.Message):
+    """Modules of the base model of one name that are adapted alike."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODULE_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    NUM_TENSORS_FIELD_NUMBER: _builtins.int
+    DEVICE_BYTES_FIELD_NUMBER: _builtins.int
+    module: _builtins.str
+    """Such as `q_proj`, `input_layernorm`, `embed_tokens`, `lm_head`."""
+    layers: _builtins.str
+    """Their layers, as `0-3,5`. Empty outside the layers."""
+    rank: _builtins.int
+    """Of LoRA; 0 without."""
+    scale: _builtins.float
+    num_tensors: _builtins.int
+    """Tensors of the file that are bound there."""
+    device_bytes: _builtins.int
+    """Bytes on a device at 2 bytes a parameter. Of saved matrices at most: only rows that differ are kept."""
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What acts on them, such as `lora`, `dora`, `bias`, `modules_to_save`."""
+
+    def __init__(
+        self,
+        *,
+        module: _builtins.str = ...,
+        layers: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        scale: _builtins.float = ...,
+        kinds: _abc.Iterable[_builtins.str] | None = ...,
+        num_tensors: _builtins.int = ...,
+        device_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "kinds", b"kinds", "layers", b"layers", "module", b"module", "num_tensors", b"num_tensors", "rank", b"rank", "scale", b"scale"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdaptedModule: _TypeAlias = AdaptedModule  # noqa: Y015
 
 @_typing.final
 class BaseModel(_message.Message):

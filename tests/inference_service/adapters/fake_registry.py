@@ -1,4 +1,4 @@
-"""A registry of twenty lines: answers by reference, over a real gRPC server."""
+"""A small registry over a real gRPC server: answers by reference, and a watch that says what it is told to."""
 
 import asyncio
 from collections import Counter
@@ -8,7 +8,7 @@ import grpc
 
 from inference_service.adapters.resolution import ResolvedVersion
 from loraplex.registry.v1 import registry_pb2, registry_pb2_grpc
-from shared.errors import AdapterNotFound, LoraplexError
+from shared.errors import AdapterNotFound, LoraplexError, Unimplemented
 from shared.interceptors import ErrorInterceptor
 from tests.inference_service.adapters.small_adapters import message_of
 
@@ -21,6 +21,11 @@ class FakeRegistry(registry_pb2_grpc.AdapterRegistryServiceServicer):
         self.base_model_error: LoraplexError | None = None
         self.delay = 0.0
         self.raw_details: bytes | None = None  # sent with NOT_FOUND instead of any answer
+        self.min_revisions: list[int] = []  # of the calls
+        self.revision = 0  # of the answers
+        self.is_watchable = False
+        self.watch_requests: list[registry_pb2.WatchAdaptersRequest] = []
+        self.to_watchers: asyncio.Queue[registry_pb2.WatchAdaptersResponse | Exception] = asyncio.Queue()
         self.port = 0
 
     def add(self, reference: str, *versions: ResolvedVersion, ttl: float = 60.0, **fields: Any) -> None:
@@ -32,13 +37,43 @@ class FakeRegistry(registry_pb2_grpc.AdapterRegistryServiceServicer):
 
     async def ResolveAdapter(self, request: Any, context: Any) -> Any:  # noqa: N802 - the RPC's name
         self.calls[request.reference] += 1
+        self.min_revisions.append(request.min_revision)
+        revision = self.revision
+        answer = self.answers.get(request.reference, AdapterNotFound(f"no adapter {request.reference}"))
         await asyncio.sleep(self.delay)
         assert request.base_model == "tiny"
         await self._send_raw_details(context)
-        answer = self.answers.get(request.reference, AdapterNotFound(f"no adapter {request.reference}"))
         if isinstance(answer, Exception):
             raise answer
+        answer.registry_revision = revision
         return answer
+
+    async def WatchAdapters(self, request: Any, context: Any) -> Any:  # noqa: N802 - the RPC's name
+        if not self.is_watchable:
+            raise Unimplemented("WatchAdapters")
+        self.watch_requests.append(request)
+        while True:
+            response = await self.to_watchers.get()
+            if isinstance(response, Exception):
+                raise response
+            yield response
+
+    def tell(
+        self, revision: int, *changed: str, deleted: bool = False, is_complete: bool = False, token: str = ""
+    ) -> None:
+        """Have the watch say that it has told everything up to `revision`, where adapters of these names changed."""
+        kind = registry_pb2.AdapterChange.TYPE_DELETE if deleted else registry_pb2.AdapterChange.TYPE_UPSERT
+        changes = [
+            {"type": kind, "adapter": {"name": f"namespaces/default/adapters/{name}"}, "revision": revision}
+            for name in changed
+        ]
+        response = registry_pb2.WatchAdaptersResponse(
+            changes=changes,
+            resume_token=token or str(revision),
+            snapshot_complete=is_complete,
+            registry_revision=revision,
+        )
+        self.to_watchers.put_nowait(response)
 
     async def RegisterBaseModel(self, request: Any, context: Any) -> Any:  # noqa: N802 - the RPC's name
         await self._send_raw_details(context)

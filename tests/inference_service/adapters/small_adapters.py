@@ -89,7 +89,9 @@ def message_of(version: ResolvedVersion) -> resources_pb2.AdapterVersion:
         name=version.name,
         digest=version.digest,
         manifest={"files": files},
-        pinned_sources=[{"uri": source.uri} for source in version.sources],
+        pinned_sources=[
+            {**source._asdict(), "objects": [item._asdict() for item in source.objects]} for source in version.sources
+        ],
         lora_config={"rank": version.rank},
         base_model=f"baseModels/{BASE_MODEL.id}",
         base_model_fingerprint=BASE_MODEL.fingerprint,

@@ -23,12 +23,15 @@ import zmq.asyncio
 from inference_service.adapters.client import AdapterClient
 from inference_service.adapters.config import AdapterProcessConfig, AdapterProcessStart
 from inference_service.adapters.host_arena import create_host_arena, map_host_arena
+from inference_service.adapters.process import NUM_FETCHERS
+from inference_service.stats import Usage
 from inference_service.types import (
     Acquire,
     Acquired,
     AcquireFailed,
     AdapterResponse,
     EngineStarted,
+    PreparedAdapter,
     Release,
     decode_adapter_response,
     encode,
@@ -39,11 +42,14 @@ from shared.errors import (
     AdapterInvalid,
     AdapterMemory,
     AdapterNotFound,
+    CredentialNotAllowed,
     DigestMismatch,
     RegistryUnavailable,
     SourceNotFound,
     SourceUnavailable,
 )
+from shared.sources.credentials import Credential
+from shared.sources.resolver import PinnedSource
 from tests.inference_service.adapters.fake_registry import FakeRegistry
 from tests.inference_service.adapters.small_adapters import (
     BASE_MODEL,
@@ -53,6 +59,7 @@ from tests.inference_service.adapters.small_adapters import (
     version_of,
     write_adapter,
 )
+from tests.shared.sources.fault_proxy import Fault
 
 ARENA_BYTES = 64 << 10
 ROOT = Path(__file__).parents[3]
@@ -266,7 +273,10 @@ async def test_a_bad_adapter_fails_only_those_who_ask_for_it(registry: FakeRegis
     found = await asyncio.gather(*(replica.client.prepare(f"default/{n}") for n in names), return_exceptions=True)
     expected = [DigestMismatch, DigestMismatch, SourceNotFound, AdapterInvalid, AdapterNotFound]
     assert [type(error) for error in found[1:]] == expected
-    assert await replica.client.prepare("default/good") == found[0]
+    first, again = found[0], await replica.client.prepare("default/good")
+    assert isinstance(first, PreparedAdapter)
+    assert (first.tier, again.tier) == ("source", "host")
+    assert again == msgspec.structs.replace(first, tier="host")
     with pytest.raises(DigestMismatch):  # remembered, then tried again
         await replica.client.prepare("default/flipped")
     flip_a_bit(replica.folder / "root" / "flipped" / WEIGHTS)
@@ -428,20 +438,23 @@ async def test_malformed_messages_and_vanished_peers_disturb_nobody(registry: Fa
     assert "malformed" in replica.log_text
 
 
-async def test_the_client_fails_what_is_in_flight_when_the_process_died(
+async def test_the_client_asks_the_next_process_once_for_what_the_dead_one_owed(
     registry: FakeRegistry, replica: _Replica
 ) -> None:
     _add(replica.folder, registry, "a")
-    await replica.client.prepare("default/a")
     registry.delay = 30
-    call = asyncio.create_task(replica.client.prepare("default/b"))
+    fatal = asyncio.create_task(replica.client.prepare("default/a"))
     await asyncio.sleep(0.1)
     replica.end_process(signal.SIGKILL)
     replica.client.adapters_down()
-    with pytest.raises(SourceUnavailable):
-        await call
-    registry.delay = 0
+    replica.start_process()
     later = asyncio.create_task(replica.client.prepare("default/a"))
+    await replica.client.list_staged()
+    replica.end_process(signal.SIGKILL)
+    replica.client.adapters_down()
+    with pytest.raises(SourceUnavailable):
+        await fatal
+    registry.delay = 0
     replica.start_process()
     assert (await later).rank == 4
 
@@ -460,3 +473,96 @@ async def test_what_it_cannot_start_with_is_said(folder: Path, registry: FakeReg
     async with _running(folder, registry, address) as replica:
         assert await asyncio.to_thread(replica.process.wait, 20) == 2
         assert "MambaForCausalLM" in replica.log_text
+
+
+async def test_it_says_what_it_holds_what_it_loads_and_what_failed(registry: FakeRegistry, replica: _Replica) -> None:
+    empty = await replica.client.stats()
+    assert (empty.host, empty.disk) == (Usage(0, ARENA_BYTES), Usage(0, 1 << 20))
+    digest = _add(replica.folder, registry, "a")
+    files_bytes = sum(path.stat().st_size for path in (replica.folder / "root" / "a").iterdir())
+    prepared = await replica.client.prepare("default/a")
+    await replica.engine.acquire(digest)
+    with pytest.raises(AdapterNotFound):
+        await replica.client.prepare("default/nobody")
+    _add(replica.folder, registry, "flipped", seed=1)
+    flip_a_bit(replica.folder / "root" / "flipped" / WEIGHTS)
+    with pytest.raises(DigestMismatch):
+        await replica.client.prepare("default/flipped")
+    stats = await replica.client.stats()
+    assert (stats.host.used, stats.host_adapters) == (prepared.size_bytes, 1)
+    assert stats.host_held_bytes == stats.host.used
+    assert (stats.disk.used, stats.disk_adapters) == (files_bytes, 1)
+    assert stats.failures == {"ADAPTER_NOT_FOUND": 1, "DIGEST_MISMATCH": 1}
+    assert {phase: seconds.count for phase, seconds in stats.load_seconds.items()} == {
+        "resolve": 2, "fetch": 1, "pack": 1,
+    }  # fmt: skip
+    assert all(sum(seconds.buckets) == seconds.count for seconds in stats.load_seconds.values())
+    assert (stats.loads_in_flight, stats.evictions) == ([], {"host": 0, "disk": 0})
+    assert stats.fetched_bytes == files_bytes
+    names = await replica.client.names([digest, "sha256:unknown"])
+    assert names == {digest: [prepared.version], "sha256:unknown": [""]}
+
+
+async def test_an_adapter_that_left_host_memory_is_read_again_when_the_engine_wants_it(
+    folder: Path, registry: FakeRegistry, address: str
+) -> None:
+    """A request for what is on the device does not read files: only the engine knows whether it needs the blob."""
+    digest = _add(folder, registry, "a")
+    _add(folder, registry, "b", seed=1)
+    async with _running(folder, registry, address, host_bytes=4096) as replica:
+        first = await replica.client.prepare("default/a")
+        await replica.client.prepare("default/b")  # takes the place of a
+        again = await replica.client.prepare("default/a")
+        assert (first.tier, again.tier) == ("source", "disk")
+        assert again == msgspec.structs.replace(first, tier="disk")
+        assert replica.staged_count("a") == 1
+        assert isinstance(await replica.engine.acquire(digest), Acquired)
+        assert replica.staged_count("a") == 2
+        assert (await replica.client.stats()).evictions == {"host": 2, "disk": 0}
+
+
+async def test_a_private_repository_with_a_credential(
+    folder: Path, registry: FakeRegistry, address: str, hub: Any
+) -> None:
+    write_adapter(folder / "root" / "a")
+    uri = hub.put("a", {path.name: path.read_bytes() for path in (folder / "root" / "a").iterdir()})
+    hub.hub.repos["org/a"].is_private = True
+    pinned = PinnedSource(uri, hub.hub.repos["org/a"].refs["main"], credential_ref="hub")
+    registry.add("default/a", version_of(folder / "root" / "a")._replace(sources=(pinned,)))
+    registry.add(
+        "default/b", version_of(folder / "root" / "a", "b")._replace(sources=(pinned._replace(uri="hf://x/y"),))
+    )
+    credential = Credential("hf", "value:hf_goodtoken", ("default",), ("hf://org/",), endpoint=hub.proxy.url)
+    async with _running(folder, registry, address, credentials={"hub": credential}, log_level="debug") as replica:
+        with pytest.raises(CredentialNotAllowed):
+            await replica.client.prepare("default/b")
+        assert (await replica.client.prepare("default/a")).rank == 4
+        assert replica.end_process() == 0
+        assert "hf_goodtoken" not in replica.log_text
+        assert "SECRETSIGNATURE" not in replica.log_text
+
+
+async def test_a_source_that_hangs_takes_no_thread_that_another_needs(
+    folder: Path, registry: FakeRegistry, address: str, hub: Any
+) -> None:
+    _add(folder, registry, "local")
+    files = {path.name: path.read_bytes() for path in (folder / "root" / "local").iterdir()}
+    hub.put("a", files)
+    hub.store.faults.append(Fault(after=100, ending="stall"))
+    pinned = PinnedSource("hf://org/a", hub.hub.repos["org/a"].refs["main"], credential_ref="hub")
+    for number in range(NUM_FETCHERS + 8):
+        write_adapter(folder / "other" / str(number), seed=number + 1)
+        version = version_of(folder / "other" / str(number), f"hangs{number}")
+        registry.add(f"default/hangs{number}", version._replace(sources=(pinned,)))
+    credential = Credential("hf", "none", ("*",), ("hf://",), endpoint=hub.proxy.url)
+    async with _running(folder, registry, address, credentials={"hub": credential}) as replica:
+        names = [f"default/hangs{number}" for number in range(NUM_FETCHERS + 8)]
+        hanging = [asyncio.ensure_future(replica.client.prepare(name)) for name in names]
+        await asyncio.sleep(1.5)
+        async with asyncio.timeout(5):  # a read of theirs is given up after ten seconds
+            assert (await replica.client.prepare("default/local")).rank == 4
+        assert not any(each.done() for each in hanging)
+        for each in hanging:
+            each.cancel()
+        await asyncio.gather(*hanging, return_exceptions=True)
+        assert replica.end_process() == 0

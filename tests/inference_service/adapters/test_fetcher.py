@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from shared.errors import (
     SourceForbidden,
     SourceNotFound,
 )
-from shared.sources.file import FileSource
-from shared.sources.resolver import Source
+from shared.sources.policy import SourcePolicy
+from shared.sources.resolver import PinnedSource, Source, open_source
 from tests.inference_service.adapters.small_adapters import flip_a_bit, manifest, version_of, write_adapter
 
 
@@ -38,12 +39,12 @@ def root(tmp_path: Path) -> Path:
 
 
 def _fetcher(cache: DiskCache, root: Path, opened: list[str] | None = None) -> Fetcher:
-    def open_source(uri: str, roots: dict[str, Path]) -> Source:
+    def opening(pinned: PinnedSource, namespace: str, policy: SourcePolicy, stopping: threading.Event) -> Source:
         if opened is not None:
-            opened.append(uri)
-        return FileSource(uri, roots)
+            opened.append(pinned.uri)
+        return open_source(pinned, namespace, policy, stopping, reader="replica")
 
-    return Fetcher(cache, {"root": root}, open_source)
+    return Fetcher(cache, SourcePolicy({"root": root}), opening)
 
 
 def _assert_nothing_left(tmp_path: Path) -> None:

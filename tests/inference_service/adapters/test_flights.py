@@ -38,15 +38,23 @@ async def test_a_failure_is_remembered_for_its_time() -> None:
     now = [0.0]
     attempt = _Attempts(AdapterInvalid("no", metadata={"tensor": "t"}))
     flights = Flights[int](lambda _: 2.0, lambda: now[0])
-    for _ in range(3):
+    for now[0] in (0.0, 0.5, 1.5):
         with pytest.raises(AdapterInvalid) as caught:
             await flights.run("k", attempt)
         assert caught.value.metadata == {"tensor": "t"}
+        assert caught.value.retry_after == 2.0 - now[0]
     assert attempt.count == 1
     now[0] = 2.5
     with pytest.raises(AdapterInvalid):
         await flights.run("k", attempt)
     assert attempt.count == 2
+
+
+async def test_what_is_not_remembered_keeps_its_own_time() -> None:
+    for own in (None, 0.5):
+        with pytest.raises(AdapterInvalid) as caught:
+            await Flights[int](lambda _: 0.0).run("k", _Attempts(AdapterInvalid("no", retry_after=own)))
+        assert caught.value.retry_after == own
 
 
 async def test_the_unforeseen_becomes_internal_without_its_text(caplog: pytest.LogCaptureFixture) -> None:

@@ -32,6 +32,31 @@ def test_the_least_recently_used_goes_first() -> None:
     store.check_integrity()
 
 
+def test_of_equal_blobs_the_least_recently_used_goes_wherever_it_lies() -> None:
+    store = HostStore(4 * UNIT)
+    for digest in "abcd":
+        _filled(store, digest, 1)
+    for digest in "bda":
+        store.find(digest)
+    for digest in "efg":
+        _filled(store, digest, 1)
+    assert [digest for digest, _ in store.entries()] == ["a", "e", "f", "g"]
+    assert store.num_evicted == 3
+
+
+def test_a_large_blob_costs_old_neighbours_and_spares_recent_ones() -> None:
+    """c and e are the oldest, but no neighbours of each other: b goes with c, and not all up to it."""
+    store = HostStore(6 * UNIT)
+    for digest in "abcdef":
+        _filled(store, digest, 1)
+    for digest in "abdf":
+        store.find(digest)
+    assert [digest for digest, _ in store.entries()] == ["c", "e", "a", "b", "d", "f"]
+    _filled(store, "g", 2)
+    assert [digest for digest, _ in store.entries()] == ["e", "a", "d", "f", "g"]
+    store.check_integrity()
+
+
 def test_an_adapter_larger_than_the_arena_is_refused_and_names_the_flag() -> None:
     store = HostStore(4 * UNIT)
     _filled(store, "a", 2)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference_service.adapters import packer
 from inference_service.adapters.conversion import convert
 from inference_service.adapters.packer import GROUPS, open_adapter
 from inference_service.types import BlobLayout
@@ -24,6 +26,7 @@ from tests.inference_service.adapters.small_adapters import (
     write_safetensors,
 )
 
+WORKERS = ThreadPoolExecutor(2, "layout")
 ALL = tuple(range(7))
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -31,7 +34,7 @@ TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.b
 def _pack(folder: Path, dtype: str = "float32") -> tuple[BlobLayout, bytearray]:
     with open_adapter(folder, manifest(folder), MODEL, dtype) as opened:
         blob = bytearray(b"\xff" * opened.layout.nbytes)
-        opened.fill(memoryview(blob))
+        opened.fill(memoryview(blob), WORKERS)
     return opened.layout, blob
 
 
@@ -84,9 +87,10 @@ def test_chunks_follow_each_other_and_groups_keep_their_order(tmp_path: Path) ->
 def test_float32_rounds_to_bfloat16_as_torch_does(bits: list[int]) -> None:
     numbers = np.array(bits, np.uint32).view(np.float32)
     numbers = numbers[np.isfinite(numbers) & (np.abs(numbers) < 3.38e38)]
-    found = convert("t", memoryview(numbers.tobytes()), "F32", "bfloat16")
+    found = np.empty((numbers.size, 1), np.uint16)
+    convert("t", memoryview(numbers.tobytes()), "F32", "bfloat16", found)
     expected = torch.from_numpy(numbers.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
-    assert np.array_equal(found, expected)
+    assert np.array_equal(found[:, 0], expected)
 
 
 @pytest.mark.parametrize(("source", "target"), [("F32", "float16"), ("BF16", "float16"), ("F32", "bfloat16")])
@@ -152,8 +156,35 @@ def test_files_that_are_not_what_was_registered(tmp_path: Path, how: str) -> Non
     files = manifest(tmp_path)
     _damage(tmp_path, how)
     with pytest.raises(DigestMismatch) as caught, open_adapter(tmp_path, files, MODEL, "float32") as opened:
-        opened.fill(memoryview(bytearray(opened.layout.nbytes)))
+        opened.fill(memoryview(bytearray(opened.layout.nbytes)), WORKERS)
     assert caught.value.metadata["file"] in (WEIGHTS, CONFIG)
+
+
+def test_rows_larger_and_smaller_than_a_piece_are_converted_alike() -> None:
+    random = np.random.default_rng(0)
+    for rows, columns in ((3, 40_000), (40_000, 3), (1, 1), (32_768, 2)):
+        numbers = random.standard_normal((rows, columns)).astype(np.float32)
+        out = np.empty((columns, rows), np.uint16).T
+        convert("t", memoryview(numbers.tobytes()), "F32", "bfloat16", out)
+        expected = torch.from_numpy(numbers).to(torch.bfloat16).view(torch.uint16).numpy()
+        assert np.array_equal(out, expected)
+
+
+@pytest.mark.parametrize("piece", [1, 700, 5000])
+def test_a_file_read_in_many_pieces_is_the_same_blob(
+    tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_adapter(tmp_path, modules=ALL, rank=3, dtype="F16")
+    layout, blob = _pack(tmp_path, "bfloat16")
+    monkeypatch.setattr(packer, "_PIECE_BYTES", piece)
+    read: list[int] = []
+    with open_adapter(tmp_path, manifest(tmp_path), MODEL, "bfloat16") as opened:
+        again = bytearray(b"\xee" * opened.layout.nbytes)
+        opened.fill(memoryview(again), WORKERS, read.append)
+    assert (opened.layout, again) == (layout, blob)
+    header = int.from_bytes((tmp_path / WEIGHTS).read_bytes()[:8], "little")
+    assert sum(read) == (tmp_path / WEIGHTS).stat().st_size - header - 8
+    assert len(read) > 1
 
 
 def test_a_file_cut_short_while_it_is_read(tmp_path: Path) -> None:
@@ -161,7 +192,7 @@ def test_a_file_cut_short_while_it_is_read(tmp_path: Path) -> None:
     with open_adapter(tmp_path, manifest(tmp_path), MODEL, "float32") as opened:
         os.truncate(tmp_path / WEIGHTS, 2000)
         with pytest.raises(DigestMismatch, match="cut short"):
-            opened.fill(memoryview(bytearray(opened.layout.nbytes)))
+            opened.fill(memoryview(bytearray(opened.layout.nbytes)), WORKERS)
 
 
 def test_registered_files_that_do_not_fit_keep_their_reason(tmp_path: Path) -> None:

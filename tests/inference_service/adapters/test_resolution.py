@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from inference_service.adapters.resolution import Resolution, ResolvedVersion, read_resolution
 from loraplex.registry.v1.registry_pb2 import ResolveAdapterResponse
 from shared.errors import BaseModelMismatch, DigestMismatch, LoraplexError, RegistryUnavailable
+from shared.sources.resolver import PinnedObject, PinnedSource
 from shared.weighted_choice import choose
 from tests.inference_service.adapters.small_adapters import BASE_MODEL, message_of, version_of, write_adapter
 
@@ -39,7 +40,13 @@ def test_one_target(version: ResolvedVersion) -> None:
     found = _read(_answer(version))
     assert found.choose("anything") == version._replace(adapter_uid="u")
     assert found.ttl == 1.5
-    assert not version.has_tokenizer
+    assert not version.texts
+
+
+def test_pins_arrive_whole(version: ResolvedVersion) -> None:
+    objects = (PinnedObject("adapter_config.json", "v1", '"e"'), PinnedObject("adapter_model.safetensors", "", '"f"'))
+    sources = (PinnedSource("hf://o/r", "c" * 40, credential_ref="hub"), PinnedSource("s3://b/p", "", objects, "s"))
+    assert _read(_answer(version._replace(sources=sources))).choose("").sources == sources
 
 
 def test_weighted_targets_follow_the_shared_choice(version: ResolvedVersion) -> None:

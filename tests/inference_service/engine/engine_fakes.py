@@ -1,12 +1,14 @@
 """A model whose next token is a function of the tokens before it, and adapters that become ready when told to."""
 
+from itertools import islice
+
 from inference_service.engine.blocks import BlockAllocator
 from inference_service.engine.config import EngineLimits
 from inference_service.engine.engine import Engine
 from inference_service.engine.scheduler import Scheduler
 from inference_service.engine.step import NOT_FINITE, Computed, StepResult
 from inference_service.lora.adapter import AdapterState
-from inference_service.lora.slots import Handle
+from inference_service.lora.slots import Handle, StaleHandle
 from inference_service.types import GenerateSpec, Sampling, Stop, TokenLogprobs
 from shared.errors import AdapterInvalid
 
@@ -24,6 +26,13 @@ def known_tokens(chunk):
     return tokens
 
 
+def content(chunk, tokens, position):
+    """What keys and values at a position depend on."""
+    spec = chunk.sequence.request.spec
+    adapter = (spec.adapter_digest, spec.adapter_start) if position >= spec.adapter_start else (None, 0)
+    return tokens[: position + 1], adapter
+
+
 class FakeRunner:
     """Checks what a real model relies on: every position's K,V was written once, from the same tokens, before use."""
 
@@ -33,7 +42,7 @@ class FakeRunner:
     def __init__(self, block_size, looks_ahead=False):
         self.block_size = block_size
         self.looks_ahead = looks_ahead
-        self.cells = {}  # (block, offset) -> tokens up to there
+        self.cells = {}  # (block, offset) -> tokens up to there, and the adapter that has acted, with where it began
         self.steps, self.slots = [], []
         self.explode = False
         self.overflows = set()  # digests of adapters
@@ -46,11 +55,12 @@ class FakeRunner:
         assert all(chunk.length == 1 for chunk in schedule.chunks[: schedule.num_decodes])
         for chunk in schedule.chunks:
             tokens = known_tokens(chunk)
+            assert chunk.length == 1 or chunk.end <= len(chunk.sequence.token_ids), "computes what nobody has read"
             for position in range(max(chunk.start, chunk.sequence.num_cached), chunk.start + chunk.length):
-                self.cells[self._cell(chunk, position)] = tokens[: position + 1]
+                self.cells[self._cell(chunk, position)] = content(chunk, tokens, position)
         for chunk in schedule.chunks:
             for position in range(chunk.start + chunk.length):
-                assert self.cells[self._cell(chunk, position)] == known_tokens(chunk)[: position + 1]
+                assert self.cells[self._cell(chunk, position)] == content(chunk, known_tokens(chunk), position)
         ids = [
             NOT_FINITE
             if c.sequence.request.spec.adapter_digest in self.overflows
@@ -67,15 +77,42 @@ class FakeRunner:
         return chunk.sequence.blocks[position // self.block_size], position % self.block_size
 
 
+class UniformRunner:
+    """Every token is 1: for schedules that go on for thousands of steps."""
+
+    vocab_size = 97
+    eos_ids = ()
+
+    def __init__(self, looks_ahead=False):
+        self.looks_ahead = looks_ahead
+        self.lengths = []  # of every step's chunks, with their requests' ids
+
+    def launch(self, schedule):
+        self.lengths.append([(chunk.sequence.request.spec.request_id, chunk.length) for chunk in schedule.chunks])
+        count = sum(chunk.samples for chunk in schedule.chunks)
+        return Computed(StepResult([1] * count, [None] * count, [[] for _ in schedule.chunks]))
+
+
 class FakeAdapters:
     def __init__(self, num_slots=4):
         self.num_slots = num_slots
         self.resident = {}
         self.users, self.by_slot = {}, {}
         self.wanted = []
+        self.stale = False
         self.broken = set()
 
-    def require(self, digest):
+    def want(self, line):
+        for digest, _ in islice(line, self.num_slots):
+            self.require(digest)
+
+    def is_pinned(self, digest):
+        return False
+
+    def is_over_quota(self, digest):
+        return False
+
+    def require(self, digest, tenant=""):
         if digest not in self.wanted and digest not in self.resident:
             self.wanted.append(digest)
         return self.state(digest)
@@ -101,6 +138,10 @@ class FakeAdapters:
         self.by_slot[self.resident[digest]] = digest
         return Handle(self.resident[digest], 1)
 
+    def check(self, handle):
+        if self.stale:
+            raise StaleHandle(handle)
+
     def release(self, handle):
         digest = self.by_slot[handle.slot]
         assert self.users[digest] > 0
@@ -117,15 +158,20 @@ def build_engine(
     max_queue=64,
     prefix_caching=True,
     looks_ahead=False,
+    runner=None,
+    adapters=None,
+    **more,
 ):
     limits = EngineLimits(
         max_model_len=min(max_model_len, num_blocks * block_size),
         max_num_seqs=max_num_seqs,
         max_batched_tokens=budget,
         max_queue=max_queue,
+        **more,
     )
     blocks = BlockAllocator(num_blocks, block_size, prefix_caching)
-    return Engine(FakeRunner(block_size, looks_ahead), Scheduler(limits, blocks, FakeAdapters()), "weights")
+    runner = runner or FakeRunner(block_size, looks_ahead)
+    return Engine(runner, Scheduler(limits, blocks, adapters or FakeAdapters()), "weights")
 
 
 def spec(request_id, prompt, max_tokens=4, *, n=1, adapter=None, stop=None, **more):

@@ -3,12 +3,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from inference_service.engine.blocks import BlockAllocator, chain_seed, extend_chain
+from inference_service.engine.blocks import BlockAllocator, ChainSeed, chain_seed, extend_chain
 
 BLOCK_SIZE = 4
 
 
-def chain(token_ids, seed=b"seed"):
+SEED = ChainSeed(b"seed")
+
+
+def chain(token_ids, seed=SEED):
     hashes = []
     extend_chain(hashes, seed, token_ids, BLOCK_SIZE, len(token_ids) // BLOCK_SIZE)
     return hashes

@@ -17,6 +17,7 @@ from inference_service.engine.client import EngineClient
 from inference_service.engine.config import EngineConfig
 from inference_service.engine.loop import fits
 from inference_service.engine.process import StartMessage
+from inference_service.stats import TokenCounts
 from inference_service.types import (
     Acquire,
     Acquired,
@@ -33,7 +34,7 @@ from inference_service.types import (
     decode_adapter_request,
     encode,
 )
-from shared.errors import AdapterInvalid, AdapterUnloaded, Internal, InvalidArgument
+from shared.errors import AdapterInvalid, AdapterMemory, AdapterUnloaded, Internal, InvalidArgument
 from tests.inference_service.engine.tiny_model import ADAPTERS, build_tiny, oracle_logits
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -74,14 +75,14 @@ class PlayedAdapterProcess:
 
 
 class Running:
-    def __init__(self, folder, tiny):
+    def __init__(self, folder, tiny, max_adapters=4):
         self.folder = folder
         self.api_address, self.adapter_address = f"ipc://{folder}/e.sock", f"ipc://{folder}/a.sock"
         self.fd = os.memfd_create("arena")
         os.write(self.fd, tiny.host.numpy().tobytes())
         config = EngineConfig(
             model=str(tiny.folder), device="cpu", dtype="float32", threads=1, kv_cache_bytes=1 << 20,
-            max_batched_tokens=64, max_num_seqs=8, adapter_memory_bytes=1 << 18, max_adapters=4,
+            max_batched_tokens=64, max_num_seqs=8, adapter_memory_bytes=1 << 18, max_adapters=max_adapters,
         )  # fmt: skip
         start = StartMessage(config, self.api_address, self.adapter_address, self.fd)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -213,6 +214,78 @@ async def test_load_pin_unload_and_force(client, adapters):
     await client.load_adapter(ATTENTION, pinned=False, wait=True)
     await client.unload_adapter(ATTENTION, force=False)
     assert len((await drained)[0]) == 30
+
+
+async def test_it_counts_what_it_serves_and_shows_what_it_holds(client, adapters):
+    before = await client.stats()
+    await client.unload_adapter(QV, force=True)
+    cold = spec("cold", 6, adapter=QV, adapter_tier="disk", prompt=range(40, 60))
+    assert len((await collect(client, cold))[0]) == 6
+    warm = spec("warm", 3, adapter=QV, adapter_tier="host", prompt=range(40, 60))
+    await collect(client, warm)
+    await collect(client, spec("base", 2, prompt=(9, 8, 7)))
+    adapters.muted.add(ALL)
+    await client.unload_adapter(ALL, force=True)
+    waiting = asyncio.create_task(collect(client, spec("waiting", 4, adapter=ALL)))
+
+    async def is_acquiring():
+        return [load.phase for load in (await client.stats()).loads_in_flight] == ["ACQUIRING"]
+
+    await eventually(is_acquiring)
+    stats = await client.stats()
+    waiting.cancel()
+
+    def grown(count):
+        return count(stats) - count(before)
+
+    assert grown(lambda s: s.tokens.prompt) == 43
+    assert grown(lambda s: s.tokens.generated) == 11
+    assert grown(lambda s: s.tokens_by_adapter.get(QV, TokenCounts()).generated) == 9
+    assert grown(lambda s: s.tokens_by_adapter.get("", TokenCounts()).prompt) == 3
+    assert {tier: grown(lambda s, tier=tier: s.hits.get(tier, 0)) for tier in ("gpu", "host", "disk")} == {
+        "gpu": 1, "host": 1, "disk": 1,
+    }  # fmt: skip
+    assert grown(lambda s: s.load_seconds["total"].count) == 1
+    assert grown(lambda s: s.prefix_tokens_queried) == 43
+    assert grown(lambda s: s.prefix_tokens_hit) == 16  # a block of the prompt that was computed for `cold`
+    assert (stats.num_running, stats.num_waiting, stats.num_waiting_for_adapter) == (0, 1, 1)
+    assert (stats.requests_running, stats.requests_waiting) == ({}, {ALL: 1})
+    assert (stats.adapters_waiting, stats.waited_longest > 0) == ([ALL], True)
+    assert [load.digest for load in stats.loads_in_flight] == [ALL]
+    assert stats.kv_blocks.used == 0
+    assert stats.slots.total == 4
+    resident = await client.list_resident()
+    assert (stats.slots.used, stats.arena.used) == (len(resident), sum(r.size_bytes for r in resident))
+    assert stats.arena.total == 1 << 18
+    assert (stats.needless_reloads, stats.num_preemptions) == (0, 0)
+
+
+async def test_when_everything_is_pinned_others_hear_why_and_when_to_retry(tiny, tmp_path):
+    """Nothing blocks, nobody is evicted, pinned adapters and the base model go on; an unload lets the next one in."""
+    running = Running(tmp_path, tiny, max_adapters=2)
+    adapters = PlayedAdapterProcess(running.adapter_address, tiny)
+    client = EngineClient(running.api_address, "api-0")
+    try:
+        await asyncio.wait_for(client.hello(), 60)
+        for digest in (QV, ATTENTION):
+            await client.load_adapter(digest, pinned=True, wait=True)
+        streams = [asyncio.create_task(collect(client, spec(f"on {d}", 60, adapter=d))) for d in (QV, None)]
+        for pinned in (True, False):
+            with pytest.raises(AdapterMemory, match=r"pinned adapters take all 2 slots; .*--max-adapters") as caught:
+                await asyncio.wait_for(client.load_adapter(ALL, pinned=pinned, wait=True), 20)
+            assert caught.value.retry_after > 0
+        with pytest.raises(AdapterMemory) as caught:
+            await asyncio.wait_for(collect(client, spec("refused", adapter=ALL)), 20)
+        assert caught.value.retry_after > 0
+        assert [len((await stream)[0]) for stream in streams] == [60, 60]
+        assert [(r.digest, r.pinned) for r in await client.list_resident()] == [(ATTENTION, True), (QV, True)]
+        await client.unload_adapter(ATTENTION, force=False)
+        assert (await collect(client, spec("served", adapter=ALL)))[0] == greedy(tiny, (5, 6, 7, 8), 8, ALL)
+        assert (await client.stats()).load_failures == {"ADAPTER_MEMORY": 1}  # remembered for the others
+    finally:
+        await client.close()
+        await adapters.close()
+        running.close()
 
 
 async def test_an_unload_given_up_lets_new_requests_run(client, shared_engine):

@@ -23,15 +23,17 @@ DIGESTS = [None, *ADAPTERS]
 
 def build_engine(
     tiny, *, kv_tokens=2048, budget=64, num_seqs=16, prefix_caching=True, block_size=16, slots=8,
-    runner_class=ModelRunner, device="cpu", host=None,
+    runner_class=ModelRunner, device="cpu", host=None, dtype="float32", load_format="safetensors",
+    adapter_bytes=1 << 18,
 ):  # fmt: skip
     """An engine over the tiny model; `host`: its adapters' blobs where the runner can read them."""
-    bytes_per_token = kv_bytes_per_token(load_config(tiny.folder)[1], torch.float32)
+    bytes_per_token = kv_bytes_per_token(load_config(tiny.folder)[1], getattr(torch, dtype))
     asked = []
     config = EngineConfig(
-        model=str(tiny.folder), device=device, dtype="float32", block_size=block_size, max_num_seqs=num_seqs,
+        model=str(tiny.folder), load_format=load_format, device=device, dtype=dtype, block_size=block_size,
+        max_num_seqs=num_seqs,
         kv_cache_bytes=kv_tokens * bytes_per_token, max_batched_tokens=budget, prefix_caching=prefix_caching,
-        adapter_memory_bytes=1 << 18, max_adapters=slots,
+        adapter_memory_bytes=adapter_bytes, max_adapters=slots,
     )  # fmt: skip
     runner = runner_class(config, tiny.host if host is None else host)
     pool = AdapterPool(

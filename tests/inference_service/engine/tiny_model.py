@@ -1,6 +1,8 @@
 """A random Llama on disk with PEFT adapters, the same as blobs in a host arena, and what transformers makes of them."""
 
 import hashlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,17 +57,18 @@ def build_tiny(folder: Path) -> Tiny:
     return Tiny(folder / "base", *pack(folder), model.eval())
 
 
-def pack(folder: Path) -> tuple[torch.Tensor, dict[str, Acquired]]:
+def pack(folder: Path, digests: Iterable[str] = ADAPTERS) -> tuple[torch.Tensor, dict[str, Acquired]]:
     host, offset, acquired = torch.zeros(1 << 20, dtype=torch.uint8), 4096, {}
     _, config = load_config(folder / "base")
-    for digest in ADAPTERS:
+    for digest in digests:
         place = folder / "adapters" / digest.split(":")[1]
         files = [
             FileEntry(name, len(data := (place / name).read_bytes()), hashlib.sha256(data).hexdigest())
             for name in ("adapter_config.json", "adapter_model.safetensors")
         ]
         with open_adapter(place, files, config, "float32") as adapter:
-            adapter.fill(memoryview(host.numpy())[offset : offset + adapter.layout.nbytes])
+            with ThreadPoolExecutor(1) as workers:
+                adapter.fill(memoryview(host.numpy())[offset : offset + adapter.layout.nbytes], workers)
             acquired[digest] = Acquired(digest, offset, adapter.layout)
             offset += -(-adapter.layout.nbytes // 4096) * 4096
     return host, acquired

@@ -7,29 +7,32 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from inference_service.lora.adapter import AdapterPool, AdapterState
+from inference_service.lora.adapter import MAX_AHEAD, AdapterPool, AdapterState
 from inference_service.lora.gaps import UNIT
-from inference_service.lora.slots import Handle, SlotTable, StaleHandle
+from inference_service.lora.slots import Handle, Move, SlotTable, StaleHandle
+from inference_service.stats import LoadInFlight, Usage
 from inference_service.types import Acquired, AcquireFailed, BlobLayout, ChunkLayout
 from shared.errors import AdapterInvalid, AdapterMemory, SourceUnavailable
 
-ACQUIRING, PLACING, COPYING, READY, DRAINING, FAILED = AdapterState
+WANTED, ACQUIRING, PLACING, COPYING, READY, DRAINING, FAILED = AdapterState
 
 
 class FakeCopy:
     def __init__(self) -> None:
         self.done = False
+        self.bytes_left = 64
 
     def is_done(self) -> bool:
         return self.done
 
 
 class FakeArena:
-    """Copies end when told to. Slots that the kernels see are in `loaded`."""
+    """Copies end when told to. Slots that the kernels see are in `loaded`, with their chunks' offsets."""
 
     def __init__(self) -> None:
         self.copies: list[FakeCopy] = []
         self.loaded: dict[int, tuple[int, ...]] = {}
+        self.moved: dict[int, list[tuple[int, int]]] = {}
         self.error: Exception | None = None
 
     def load(self, slot: int, layout: BlobLayout, chunk_offsets: Sequence[int], host_offset: int) -> FakeCopy:
@@ -42,6 +45,19 @@ class FakeArena:
 
     def clear(self, slot: int) -> None:
         del self.loaded[slot]
+
+    def move(self, moves: Sequence[Move]) -> None:
+        for handle, source, target, _ in moves:
+            self.moved.setdefault(handle.slot, []).append((source, target))
+
+    def relocate(self, slot: int, layout: BlobLayout, chunk_offsets: Sequence[int]) -> None:
+        """What was moved is what the kernels will look for."""
+        offsets = list(self.loaded[slot])
+        for source, target in self.moved.pop(slot):
+            offsets[offsets.index(source)] = target
+        assert offsets == list(chunk_offsets)
+        assert len(layout.chunks) == len(offsets)
+        self.loaded[slot] = tuple(offsets)
 
     def finish(self) -> None:
         for copy in self.copies:
@@ -60,9 +76,9 @@ class Bench:
             SlotTable(3, units * UNIT), self.arena, self.acquired.append, self.released.append, lambda: self.now
         )
 
-    def answer(self, digest: str, units: int = 2) -> None:
-        chunk = ChunkLayout(0, 0, units * UNIT, ())
-        self.pool.on_acquired(Acquired(digest, 0, BlobLayout(units * UNIT, 8, "float32", (chunk,))))
+    def answer(self, digest: str, units: int = 2, chunks: int = 1) -> None:
+        found = tuple(ChunkLayout(i, i * units * UNIT, units * UNIT, ()) for i in range(chunks))
+        self.pool.on_acquired(Acquired(digest, 0, BlobLayout(chunks * units * UNIT, 8, "float32", found)))
 
     def fail(self, digest: str) -> None:
         error = SourceUnavailable("the bucket does not answer", retry_after=7.0)
@@ -131,6 +147,8 @@ def test_a_failure_is_remembered_and_then_tried_again(bench: Bench) -> None:
     pool.check_integrity()
     bench.now += 6.9
     assert pool.require("a") is FAILED
+    assert error is pool.error("a")
+    assert error.retry_after == pytest.approx(0.1)
     assert bench.acquired == ["a"]
     bench.now += 0.2
     assert pool.require("a") is ACQUIRING
@@ -228,12 +246,14 @@ def test_everything_pinned(bench: Bench) -> None:
     bench.ready("b", 1)
 
 
-def test_want_of_host_memory_is_remembered_only_as_long_as_it_says(bench: Bench) -> None:
+def test_want_of_host_memory_is_no_failure_as_long_as_more_may_come(bench: Bench) -> None:
     bench.pool.require("a")
     bench.pool.on_acquire_failed(AcquireFailed("a", AdapterMemory("all in use", retry_after=0.5).record()))
-    assert bench.pool.require("a") is FAILED
-    bench.now += 0.5
+    assert bench.pool.state("a") is None
     assert bench.pool.require("a") is ACQUIRING
+    bench.pool.on_acquire_failed(AcquireFailed("a", AdapterMemory("smaller than the adapter").record()))
+    assert bench.pool.require("a") is FAILED
+    assert bench.acquired == ["a", "a"]
 
 
 def test_a_pin_waits_with_the_load_and_belongs_to_the_digest(bench: Bench) -> None:
@@ -386,10 +406,137 @@ def test_a_copy_that_is_refused_fails_alone(bench: Bench) -> None:
     bench.answer("b")
     bench.pool.poll()
     assert bench.pool.state("b") is FAILED
-    assert isinstance(bench.pool.error("b"), AdapterInvalid)
+    error = bench.pool.error("b")
+    assert isinstance(error, AdapterInvalid)
+    assert error.retry_after == 5.0
     assert bench.released == ["a", "b"]
     bench.pool.check_integrity()
     assert bench.pool.state("a") is READY
+
+
+def test_an_adapter_in_use_moves_for_another_that_needs_its_room_in_one_piece(bench: Bench) -> None:
+    pool = bench.pool
+    for digest in "abc":
+        bench.ready(digest, 1)
+    handle = pool.acquire("b")
+    pool.begin_unload("a")
+    bench.ready("d", 3)  # c, unused, goes; b, in use, moves
+    assert (pool.state("b"), pool.state("c"), pool.state("d")) == (READY, None, READY)
+    assert bench.arena.loaded[handle.slot] == (0,)
+    pool.check(handle)
+    counters = pool.counters
+    assert (counters.moves, counters.moved_bytes) == (1, UNIT)
+    assert counters.evictions == {"bytes": 1, "unload": 1}
+    assert counters.needless_reloads == 0
+    pool.check_integrity()
+
+
+def test_a_copy_under_way_is_waited_for_before_its_neighbours_move(bench: Bench) -> None:
+    pool = bench.pool
+    bench.ready("a", 1)
+    pool.require("b")
+    bench.answer("b", 1)
+    pool.poll()
+    assert pool.state("b") is COPYING
+    pool.begin_unload("a")
+    pool.require("c")
+    bench.answer("c", 3)
+    pool.poll()
+    assert (pool.state("b"), pool.state("c")) == (COPYING, PLACING)
+    assert pool.is_moving
+    bench.arena.finish()
+    pool.poll()
+    pool.poll()
+    assert (pool.state("b"), pool.state("c")) == (READY, COPYING)
+    assert bench.arena.loaded == {1: (0,), 0: (UNIT,)}
+    pool.check_integrity()
+
+
+def test_an_unload_ends_the_making_of_room(bench: Bench) -> None:
+    pool = bench.pool
+    bench.ready("a", 1)
+    pool.require("b")
+    bench.answer("b", 1)
+    pool.poll()
+    pool.begin_unload("a")
+    pool.require("c")
+    bench.answer("c", 3)
+    pool.poll()
+    pool.require("d")
+    bench.answer("d", 1)
+    pool.poll()
+    assert pool.state("d") is PLACING
+    pool.begin_unload("c")
+    pool.poll()
+    assert pool.state("d") is COPYING
+
+
+def test_what_waiting_requests_want_is_not_evicted_for_others(bench: Bench) -> None:
+    """Two adapters take turns only when the first one's requests are gone: each load serves somebody."""
+    pool = bench.pool
+    bench.ready("a", 4)
+    pool.require("a")
+    pool.require("b")
+    bench.answer("b", 4)
+    for _ in range(3):
+        pool.poll()
+        assert (pool.require("a"), pool.require("b")) == (READY, PLACING)
+    pool.poll()
+    pool.require("b")
+    pool.poll()
+    assert (pool.state("a"), pool.state("b")) == (None, COPYING)
+    assert pool.counters.needless_reloads == 0
+
+
+def test_only_so_many_blobs_are_held_for_adapters_without_room(bench: Bench) -> None:
+    pool = bench.pool
+    digests = [f"d{i}" for i in range(MAX_AHEAD + 3)]
+    states = [pool.require(digest) for digest in digests]
+    assert states == [ACQUIRING] * MAX_AHEAD + [WANTED] * 3
+    assert bench.acquired == digests[:MAX_AHEAD]
+    assert pool.state(digests[-1]) is None
+    bench.fail("d0")
+    assert [pool.require(digest) for digest in digests[-3:]] == [ACQUIRING, WANTED, WANTED]
+    for digest in digests[1:5]:
+        bench.answer(digest, 1)
+    pool.poll()
+    assert [pool.state(digest) for digest in digests[1:5]] == [COPYING, COPYING, COPYING, PLACING]
+    assert [pool.require(digest) for digest in digests[-2:]] == [ACQUIRING, ACQUIRING]
+    pool.check_integrity()
+
+
+def test_a_stale_handle_is_noticed_before_anything_is_computed_with_it(bench: Bench) -> None:
+    bench.ready("a")
+    handle = bench.pool.acquire("a")
+    bench.pool.check(handle)
+    bench.pool.release(handle)
+    bench.pool.begin_unload("a")
+    with pytest.raises(StaleHandle):
+        bench.pool.check(handle)
+    bench.ready("b")
+    assert bench.pool.acquire("b").slot == handle.slot
+    with pytest.raises(StaleHandle):
+        bench.pool.check(handle)
+
+
+def test_a_load_is_timed_by_phase_and_shows_its_progress(bench: Bench) -> None:
+    pool = bench.pool
+    pool.require("a")
+    bench.now += 1
+    assert pool.loads_in_flight() == [LoadInFlight("a", "ACQUIRING", 0.0, 1.0)]
+    bench.answer("a", 1)
+    bench.now += 2
+    pool.poll()
+    bench.now += 4
+    assert pool.loads_in_flight() == [LoadInFlight("a", "COPYING", 0.75, 7.0, 192, 256)]
+    bench.arena.finish()
+    pool.poll()
+    assert pool.loads_in_flight() == []
+    assert {phase: (s.sum, s.count) for phase, s in pool.counters.load_seconds.items()} == {
+        "acquire": (1.0, 1), "place": (2.0, 1), "copy": (4.0, 1), "total": (7.0, 1),
+    }  # fmt: skip
+    pool.load("a", pinned=True)
+    assert pool.memory() == (Usage(256, 1024), 256, 0, Usage(1, 3))
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -458,6 +605,10 @@ class PoolMachine(RuleBasedStateMachine):
         states = [self.pool.state(digest) for digest in "abcdef"]
         assert self.blobs - len(self.bench.released) == states.count(PLACING) + states.count(COPYING)
         assert len(self.pending()) == states.count(ACQUIRING)
+        assert self.bench.arena.loaded == {
+            r.handle.slot: tuple(chunk.start for chunk in r.ranges) for r in self.pool._slots.residents()
+        }
+        assert not self.pool.counters.needless_reloads
         assert len(self.bench.arena.loaded) == len([s for s in states if s in (COPYING, READY, DRAINING)])
 
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from inference_service.lora import linear
 from inference_service.lora.arena import Arena
 from inference_service.lora.batch import LoraBatch
+from inference_service.lora.extras import Affine, SlotExtras
 from inference_service.lora.linear import PROJECTIONS, LoraLinear, group_of, install
 from inference_service.lora.slots import SlotTable
 from inference_service.types import BlobLayout
@@ -69,7 +71,7 @@ class Pool:
         self.arena = Arena(1 << 20, 4, CONFIG.num_layers, dtype, device, self.host)
 
     def load(self, index: int) -> int:
-        placement = self.slots.reserve(str(index), self.blobs[index].layout)
+        placement = self.slots.reserve(str(index), self.blobs[index].layout).placement
         assert placement is not None
         slot, layout = placement.handle.slot, self.blobs[index].layout
         copy = self.arena.load(slot, layout, placement.chunk_offsets, self.starts[index])
@@ -112,6 +114,26 @@ def test_every_projection_adds_what_each_row_asks_for(dtype: torch.dtype, tolera
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_every_projection_on_a_gpu() -> None:
     check_everywhere(torch.device("cuda"), torch.bfloat16, 5e-2)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)], ids=str)
+def test_gains_and_offsets_of_some_rows(dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "WIDENED_ROWS", 4)
+    pool = Pool([Blob(ALL, SHAPES, dtype), Blob(ALL, SHAPES, dtype, seed=1)], dtype)
+    rich, plain = pool.load(0), pool.load(1)
+    gain, offset = torch.rand(12) + 0.5, torch.randn(12)  # of k_proj
+    pool.arena.extras[rich] = SlotExtras({(1, 1): Affine(gain, offset)}, {}, None, None, 0)
+    group = group_of(CONFIG, (0, 1, 2))
+    base = Projection(group.columns[-1], group.in_features).to(dtype)
+    projection = LoraLinear(base, pool.arena, 1, group)
+    x = torch.randn(14, group.in_features).to(dtype)
+    batch = LoraBatch.build([-1, rich, plain], [3, 6, 5], CPU, pool.arena.extras)
+    expected = base(x, None).double()
+    for blob, start, end in ((pool.blobs[0], 3, 9), (pool.blobs[1], 9, 14)):
+        for index, module in enumerate(group.modules):
+            expected[start:end, group.columns[index] : group.columns[index + 1]] += blob.delta(x[start:end], 1, module)
+    expected[3:9, 36:48] = expected[3:9, 36:48] * gain + offset
+    torch.testing.assert_close(projection(x, batch).double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_group_columns() -> None:
@@ -159,10 +181,19 @@ def test_a_blob_that_does_not_belong_here_is_refused() -> None:
 
 def test_batch_segments() -> None:
     batch = LoraBatch.build([0, 0, -1, 2, 2, 1], [1, 1, 1, 5, 2, 3], CPU)
-    assert batch == (((0, 0, 2), (2, 3, 10), (1, 10, 13)), None)
+    assert batch == (((0, 0, 2), (2, 3, 10), (1, 10, 13)), None, ())
     assert LoraBatch.build([-1, -1], [1, 9], CPU) is None
     assert LoraBatch.build([3], [0], CPU) is None
     assert LoraBatch.build([], [], CPU) is None
+
+
+def test_rich_segments_are_those_of_adapters_with_extras() -> None:
+    batch = LoraBatch.build([0, -1, 2, 1], [2, 1, 5, 3], CPU, extras={1, 2, 7})
+    assert batch is not None
+    assert batch.rich == ((2, 3, 8), (1, 8, 11))
+    assert batch.part(1, 5) == (((0, 0, 1), (2, 2, 4)), None, ((2, 2, 4),))
+    assert batch.part(8, 11) == (((1, 0, 3),), None, ((1, 0, 3),))
+    assert batch.part(2, 3) == ((), None, ())
 
 
 def test_segments_of_one_slot_with_base_rows_between_stay_apart() -> None:

@@ -2,6 +2,10 @@
 
 import json
 
+import pytest
+
+from shared.adapter_format.binding import plan
+from shared.adapter_format.config import parse_adapter_config
 from shared.adapter_format.header import ITEM_SIZES, TensorInfo
 from shared.base_model import MODULES, linear_shape, module_path, parse_config
 
@@ -16,6 +20,8 @@ RAW_MODEL = {
     "num_key_value_heads": 2,
 }
 MODEL = parse_config(RAW_MODEL)
+TIED_MODEL = parse_config({**RAW_MODEL, "tie_word_embeddings": True})
+BIASED_MODEL = parse_config({**RAW_MODEL, "architectures": ["Qwen2ForCausalLM"]})
 PREFIX = "base_model.model."
 
 
@@ -44,6 +50,18 @@ def tensors(
             found[f"{path}.lora_A.weight"] = info(dtype, (rank, columns))
             found[f"{path}.lora_B.weight"] = info(dtype, (rows, rank))
     return found
+
+
+def bind(entries, model=MODEL, **keys):
+    """The plan for header entries and keys of an adapter_config.json."""
+    return plan(parse_adapter_config(config(**keys)), entries, model)
+
+
+def refused(error, entries, model=MODEL, **keys):
+    """The error of a plan that must fail."""
+    with pytest.raises(error) as caught:
+        bind(entries, model, **keys)
+    return caught.value
 
 
 def safetensors_bytes(header, data=b""):

@@ -2,23 +2,11 @@ import math
 
 import pytest
 
-from shared.adapter_format.binding import plan
-from shared.adapter_format.config import parse_adapter_config
 from shared.base_model import MODULES
 from shared.errors import AdapterInvalid, UnsupportedAdapter
-from tests.shared.adapter_format.adapter_samples import MODEL, PREFIX, config, info, tensors
+from tests.shared.adapter_format.adapter_samples import PREFIX, bind, info, refused, tensors
 
 Q0 = f"{PREFIX}model.layers.0.self_attn.q_proj"
-
-
-def bind(entries, **keys):
-    return plan(parse_adapter_config(config(**keys)), entries, MODEL)
-
-
-def refused(error, entries, **keys):
-    with pytest.raises(error) as caught:
-        bind(entries, **keys)
-    return caught.value
 
 
 def places(bound):
@@ -123,17 +111,15 @@ def test_what_targets_do_not_promise_must_not_be_there():
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("target", "tensor"),
     [
-        {"target_modules": ["q_proj", "v_proj", "lm_head"]},
-        {"target_modules": ["q_proj", "v_proj", "embed_tokens"]},
-        {"target_modules": ".*"},
-        {"target_modules": ".*(v_proj|q_proj|lm_head)"},
+        (["q_proj", "v_proj", "lm_head"], f"{PREFIX}lm_head.lora_A.weight"),
+        (["q_proj", "v_proj", "embed_tokens"], f"{PREFIX}model.embed_tokens.lora_embedding_A"),
+        (".*(v_proj|q_proj|lm_head)", f"{PREFIX}lm_head.lora_A.weight"),
     ],
 )
-def test_targets_outside_the_layers_are_not_served(keys):
-    error = refused(UnsupportedAdapter, tensors(), **keys)
-    assert error.metadata == {"key": "target_modules"}
+def test_targets_outside_the_layers_must_be_there_too(target, tensor):
+    assert refused(AdapterInvalid, tensors(), target_modules=target).metadata == {"tensor": tensor}
 
 
 @pytest.mark.parametrize("side", "AB")
@@ -147,26 +133,39 @@ def test_a_without_b(side):
 @pytest.mark.parametrize(
     ("name", "key"),
     [
+        (f"{Q0}.lora_diag", "kasa_config"),
+        (f"{Q0}.base_layer.weight", "modules_to_save"),
+        (f"{PREFIX}model.layers.0.mlp.up_proj.weight", "modules_to_save"),
+        (f"{PREFIX}score.weight", "modules_to_save"),
+        (f"{PREFIX}model.layers.0.mlp.experts.lora_A.weight", "target_parameters"),
+        (f"{PREFIX}model.layers.0.mlp.experts.base_layer.lora_B.weight", "target_parameters"),
+        (f"{PREFIX}model.layers.0.mlp.experts.3.down_proj.lora_A.weight", "target_modules"),
+        (f"{PREFIX}model.layers.0.block_sparse_moe.experts.0.w1.lora_A.weight", "target_modules"),
+    ],
+)
+def test_tensors_of_kinds_that_are_not_served(name, key):
+    error = refused(UnsupportedAdapter, tensors() | {name: info("F32", (4,))})
+    assert error.metadata == {"tensor": name, "key": key}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
         (f"{Q0}.lora_magnitude_vector", "use_dora"),
         (f"{Q0}.lora_magnitude_vector.weight", "use_dora"),
         (f"{Q0}.lora_B.bias", "lora_bias"),
-        (f"{Q0}.lora_diag", "kasa_config"),
         (f"{Q0}.bias", "bias"),
         (f"{Q0}.base_layer.bias", "bias"),
-        (f"{PREFIX}model.layers.0.mlp.experts.lora_A.weight", "target_parameters"),
-        (f"{PREFIX}model.embed_tokens.lora_embedding_A", "target_modules"),
-        (f"{PREFIX}model.embed_tokens.base_layer.weight", "target_modules"),
-        (f"{PREFIX}lm_head.lora_A.weight", "target_modules"),
+        (f"{PREFIX}model.embed_tokens.base_layer.weight", "modules_to_save"),
         (f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta", "trainable_token_indices"),
-        (f"{PREFIX}lm_head.weight", "modules_to_save"),
         (f"{PREFIX}model.norm.weight", "modules_to_save"),
         (f"{PREFIX}model.layers.0.input_layernorm.weight", "modules_to_save"),
-        (f"{PREFIX}model.layers.0.mlp.up_proj.weight", "modules_to_save"),
     ],
 )
-def test_tensors_of_other_kinds(name, key):
-    error = refused(UnsupportedAdapter, tensors() | {name: info("F32", (4,))})
-    assert error.metadata == {"tensor": name, "key": key}
+def test_tensors_that_the_config_does_not_ask_for(name, key):
+    error = refused(AdapterInvalid, tensors() | {name: info("F32", (4,))})
+    assert error.metadata == {"tensor": name}
+    assert key in error.message
 
 
 @pytest.mark.parametrize(

@@ -57,17 +57,8 @@ def test_patterns_keep_the_order_of_the_file():
 
 
 REFUSED = {
-    "bias": "lora_only",
-    "use_dora": True,
-    "lora_bias": True,
-    "modules_to_save": ["lm_head"],
     "fan_in_fan_out": True,
-    "trainable_token_indices": [1],
     "layer_replication": [[0, 1]],
-    "target_parameters": ["w"],
-    "use_qalora": True,
-    "alora_invocation_tokens": [1, 2],
-    "use_bdlora": {"nblocks": 2},
     "kasa_config": {"beta": 1},
     "monteclora_config": {"a": 1},
     "arrow_config": {"a": 1},
@@ -106,12 +97,35 @@ def test_plain_initialisations(value):
 
 
 @pytest.mark.parametrize(
-    "value", ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "kasa", "PiSSA", "new"]
+    ("value", "advice"),
+    [
+        ("pissa", "loraplex adapter convert"),
+        ("PiSSA", "loraplex adapter convert"),
+        ("olora", "loraplex adapter convert"),
+        ("kasa", "loraplex adapter convert"),
+        ("pissa_niter_16", "path_initial_model_for_weight_conversion"),
+        ("corda", "path_initial_model_for_weight_conversion"),
+        ("loftq", "path_initial_model_for_weight_conversion"),
+        ("lora_ga", "path_initial_model_for_weight_conversion"),
+        ("new", "not known"),
+    ],
 )
-def test_other_initialisations(value):
+def test_other_initialisations(value, advice):
     with pytest.raises(UnsupportedAdapter, match=value) as caught:
         parse_adapter_config(config(init_lora_weights=value))
     assert caught.value.metadata == {"key": "init_lora_weights"}
+    assert advice in caught.value.message
+
+
+def test_unconverted_kasa():
+    with pytest.raises(UnsupportedAdapter, match="loraplex adapter convert"):
+        parse_adapter_config(config(kasa_config={"beta": 1e-4, "gamma": 1e-3}))
+
+
+def test_parameters_of_experts():
+    with pytest.raises(UnsupportedAdapter, match="experts") as caught:
+        parse_adapter_config(config(target_parameters=["mlp.experts.gate_up_proj"]))
+    assert caught.value.metadata == {"key": "target_parameters"}
 
 
 @pytest.mark.parametrize(
@@ -144,6 +158,27 @@ def test_other_initialisations(value):
         ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern.q_proj"),
         ({"init_lora_weights": 3}, "init_lora_weights"),
         ({"base_model_name_or_path": 3}, "base_model_name_or_path"),
+        ({"use_dora": 1}, "use_dora"),
+        ({"bias": "some"}, "bias"),
+        ({"bias": True}, "bias"),
+        ({"lora_bias": "yes"}, "lora_bias"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save"),
+        ({"modules_to_save": [1]}, "modules_to_save"),
+        ({"ensure_weight_tying": 1}, "ensure_weight_tying"),
+        ({"trainable_token_indices": "5"}, "trainable_token_indices"),
+        ({"trainable_token_indices": [-1]}, "trainable_token_indices"),
+        ({"trainable_token_indices": [5, 5]}, "trainable_token_indices"),
+        ({"trainable_token_indices": {"embed_tokens": []}}, "trainable_token_indices"),
+        ({"trainable_token_indices": {"embed_tokens": [True]}}, "trainable_token_indices"),
+        ({"alora_invocation_tokens": 5}, "alora_invocation_tokens"),
+        ({"alora_invocation_tokens": [1.0]}, "alora_invocation_tokens"),
+        ({"use_bdlora": True}, "use_bdlora"),
+        ({"use_bdlora": {"blocks": 2}}, "use_bdlora"),
+        ({"use_bdlora": {"nblocks": 0}}, "use_bdlora.nblocks"),
+        ({"use_bdlora": {"target_modules_bd_a": "q"}}, "use_bdlora.target_modules_bd_a"),
+        ({"use_qalora": 1}, "use_qalora"),
+        ({"qalora_group_size": 0}, "qalora_group_size"),
+        ({"target_parameters": "w"}, "target_parameters"),
     ],
 )
 def test_wrong_values_name_the_key(keys, key):

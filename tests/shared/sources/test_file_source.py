@@ -1,11 +1,18 @@
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from shared.errors import InvalidArgument, SourceForbidden, SourceNotFound
-from shared.sources.file import FileSource
-from shared.sources.resolver import open_source
+from shared.sources import resolver
+from shared.sources.policy import SourcePolicy
+from shared.sources.resolver import PinnedSource
+
+
+def open_source(uri, roots, allowed=(), namespace="default"):
+    policy = SourcePolicy(roots, allowed=allowed)
+    return resolver.open_source(PinnedSource(uri), namespace, policy, threading.Event())
 
 
 @pytest.fixture
@@ -21,10 +28,15 @@ def root(tmp_path):
 def test_a_folder_is_listed_and_read(root):
     source = open_source("file://main/deep/adapter", {"main": root})
     assert source.list() == ["a.txt", "b.txt"]
-    assert source.size("b.txt") == 5
+    assert open_source("file://main", {"main": root}).folders() == ("deep",)
     with source.open("b.txt") as file:
-        assert file.read() == b"hello"
-        assert os.fstat(file.fileno()).st_size == 5
+        assert file.size == 5
+        assert file.read(3) == b"hel"
+        assert file.read(3) == b"lo"
+        assert file.read(3) == b""
+        assert file.is_unchanged()
+        (root / "deep" / "adapter" / "b.txt").write_bytes(b"longer")
+        assert not file.is_unchanged()
     assert source.pin().uri == "file://main/deep/adapter"
     assert source.pin().revision == ""
 
@@ -42,27 +54,27 @@ def test_roots_themselves(root, uri):
 
 def test_an_absolute_path_belongs_to_the_nearest_root(root):
     roots = {"outer": root, "inner": root / "deep"}
-    assert FileSource(f"file://{root}/deep/adapter", roots).pin().uri == "file://inner/adapter"
-    assert FileSource("file://outer/deep/adapter", roots).pin().uri == "file://outer/deep/adapter"
+    assert open_source(f"file://{root}/deep/adapter", roots).pin().uri == "file://inner/adapter"
+    assert open_source("file://outer/deep/adapter", roots).pin().uri == "file://outer/deep/adapter"
 
 
 def test_any_file_name_survives_pinning(root):
     folder = os.fsencode(root) + b"/\xff %?#\xc3\xa9"
     os.mkdir(folder)  # noqa: PTH102  # a name that is no text
     uri = "file://main/%FF%20%25%3F%23%C3%A9"
-    assert FileSource(uri, {"main": root}).pin().uri == uri
-    assert FileSource("file://main/%FF %25?#é", {"main": root}).pin().uri == uri
+    assert open_source(uri, {"main": root}).pin().uri == uri
+    assert open_source("file://main/%FF %25?#é", {"main": root}).pin().uri == uri
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "sub/x", "/etc/passwd", "a\0"])
 def test_names_that_are_no_plain_files(root, name):
-    source = FileSource("file://main/deep/adapter", {"main": root})
+    source = open_source("file://main/deep/adapter", {"main": root})
     with pytest.raises(SourceForbidden):
         source.open(name)
 
 
 def test_what_is_not_there_or_no_file(root):
-    source = FileSource("file://main/deep/adapter", {"main": root})
+    source = open_source("file://main/deep/adapter", {"main": root})
     with pytest.raises(SourceNotFound) as caught:
         source.open("c.txt")
     assert caught.value.metadata == {"uri": "file://main/deep/adapter", "file": "c.txt"}
@@ -75,7 +87,7 @@ def test_a_link_swapped_in_after_the_check(root, tmp_path, monkeypatch):
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "b.txt").write_bytes(b"secret")
-    source = FileSource("file://main/deep/adapter", {"main": root})
+    source = open_source("file://main/deep/adapter", {"main": root})
     real = os.path.realpath
 
     def swap(path, **names):
@@ -104,3 +116,21 @@ def test_odd_entries_are_no_reason_to_fail(root):
     for name in ("loop", "dangling"):
         with pytest.raises(SourceNotFound):
             source.open(name)
+
+
+def test_a_symbolic_link_does_not_lead_to_another_namespaces_folder(root):
+    (root / "theirs").mkdir()
+    (root / "theirs" / "w").write_bytes(b"secret")
+    (root / "deep" / "adapter" / "w").symlink_to(root / "theirs" / "w")
+    (root / "deep" / "link").symlink_to(root / "theirs")
+    allowed = ("mine=file://main/deep", "other=file://main/theirs/")
+    source = open_source("file://main/deep/adapter", {"main": root}, allowed, "mine")
+    with source.open("b.txt") as file:
+        assert file.read(9) == b"hello"
+    with pytest.raises(SourceForbidden):
+        source.open("w")
+    for uri in ("file://main/theirs", "file://main/deep/link", f"file://{root}/deep/adapter", "file://main/deeper"):
+        with pytest.raises(SourceForbidden):
+            open_source(uri, {"main": root}, allowed, "mine")
+    with open_source("file://main/theirs", {"main": root}, allowed, "other").open("w") as file:
+        assert file.read(9) == b"secret"

@@ -1,0 +1,123 @@
+"""What the registry said of references, and for how long that may be believed.
+
+Without a watch an answer is believed for its ttl. A watch that is heard says that whatever it did not report is as it
+was, so each time it is heard the ttl begins anew; what it reports as changed is not believed from then on.
+"""
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from inference_service.adapters.resolution import Resolution
+
+MAX_ANSWERS = 50_000
+MAX_CHANGES = 50_000
+
+
+class Answer(NamedTuple):
+    """What a reference meant when the registry was asked, and the registry's revision then."""
+
+    resolution: Resolution
+    asked_at: float
+    revision: int
+
+
+class _Change(NamedTuple):
+    revision: int
+    is_deleted: bool
+
+
+class Answers:
+    """An LRU of answers by canonical reference.
+
+    Args:
+        max_stale: Seconds for which an answer that is not believed any more serves while the registry is unreachable.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, max_stale: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.revision = 0  # the highest that the registry has told
+        self._max_stale = max_stale
+        self._clock = clock
+        self._answers: OrderedDict[str, Answer] = OrderedDict()
+        self._changes: dict[str, _Change] = {}  # the last one of each adapter that the watch told
+        self._watched_since = math.inf  # revision from which on the watch has told every change
+        self._heard_at = -math.inf
+        self._nothing_before = -math.inf  # answers to what was asked earlier are not believed
+
+    def find(self, reference: str) -> Answer | None:
+        """The last answer, however old; None if its adapter was deleted since."""
+        answer = self._answers.get(reference)
+        if answer is None or (self._is_changed(reference, answer) and self._changes[_adapter(reference)].is_deleted):
+            return None
+        self._answers.move_to_end(reference)
+        return answer
+
+    def is_believed(self, reference: str, answer: Answer) -> bool:
+        """Whether the answer is as good as a new one."""
+        if answer.asked_at <= self._nothing_before or self._is_changed(reference, answer):
+            return False
+        return self._clock() < self._right_at(answer) + answer.resolution.ttl
+
+    def may_serve(self, answer: Answer) -> bool:
+        """Whether the answer is young enough to serve while there is no other."""
+        return self._clock() <= self._right_at(answer) + self._max_stale
+
+    def put(self, reference: str, answer: Answer) -> None:
+        """The registry has answered."""
+        self.revision = max(self.revision, answer.revision)
+        self._answers[reference] = answer
+        self._answers.move_to_end(reference)
+        if len(self._answers) > MAX_ANSWERS:
+            self._answers.popitem(last=False)
+
+    def drop(self, reference: str) -> None:
+        """The registry has said that the reference means nothing."""
+        self._answers.pop(reference, None)
+
+    def required_revision(self, reference: str) -> int:
+        """How new an answer must be: not before the last change that was told. 0 if none was."""
+        change = self._changes.get(_adapter(reference))
+        return 0 if change is None else change.revision
+
+    # ---- what the watch tells
+
+    def watching(self, revision: int) -> None:
+        """From now on the watch tells every change after `revision`."""
+        self._watched_since = revision
+
+    def changed(self, adapter: str, revision: int, *, is_deleted: bool) -> None:
+        """The adapter `NAMESPACE/ADAPTER` is another one since `revision`."""
+        if len(self._changes) >= MAX_CHANGES:
+            for reference in [r for r in self._answers if self.find(r) is None]:
+                self.drop(reference)
+            self._changes.clear()
+            self._nothing_before = self._clock()
+            self._watched_since = max(self._watched_since, self.revision)
+        self._changes[adapter] = _Change(revision, is_deleted)
+
+    def confirmed(self, revision: int) -> None:
+        """The watch has told everything up to `revision`, which is now."""
+        self.revision = max(self.revision, revision)
+        self._heard_at = self._clock()
+
+    def start_over(self) -> None:
+        """What the watch told before counts no more, and neither does any answer; revisions may begin anew."""
+        self.revision = 0
+        self._changes.clear()
+        self._watched_since = math.inf
+        self._nothing_before = self._clock()
+
+    def _is_changed(self, reference: str, answer: Answer) -> bool:
+        return answer.revision < self.required_revision(reference)
+
+    def _right_at(self, answer: Answer) -> float:
+        """When the answer was last known to be right."""
+        is_watched = answer.revision >= self._watched_since and answer.asked_at > self._nothing_before
+        return max(answer.asked_at, self._heard_at) if is_watched else answer.asked_at
+
+
+def _adapter(reference: str) -> str:
+    return reference.partition("@")[0]

@@ -1,0 +1,301 @@
+"""Residency as desired state: adapters that the registry wants PRELOADed or PINNED are brought here, and kept.
+
+The watch tells what is wanted, now and whenever it changes; `run` makes it so. A preloaded adapter is brought to host
+memory and, where there is room, to the device, once; it may be evicted. A pinned one is brought back whenever it is
+gone. Of an adapter, the versions are wanted that its name without a number can mean: those of its default alias and of
+every other alias.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from inference_service.types import PreparedAdapter, ResidentAdapter
+from loraplex.registry.v1 import registry_pb2, resources_pb2
+from shared.errors import AdapterMemory, EngineUnavailable, Internal, LoraplexError, Unavailable
+from shared.references import LATEST, parse_version_name
+
+log = logging.getLogger(__name__)
+
+CHECK_SECONDS = 2.0
+MAX_AT_ONCE = 4  # loads; what users wait for shares the downloads and threads
+FIRST_RETRY, LONGEST_RETRY = 1.0, 60.0
+UNKNOWN_SECONDS = 3.0  # that readiness waits to hear what is wanted
+
+
+class Wanted(NamedTuple):
+    """One content that this replica shall hold. `reference`: `NS/ADAPTER@N`."""
+
+    digest: str
+    reference: str
+    is_pinned: bool
+
+
+class HeldState(NamedTuple):
+    """What there is of one content, for the registry. `level`: DISK, HOST, GPU, or FAILED for `reason`."""
+
+    level: str
+    pinned: bool = False
+    reason: str = ""
+
+
+class Loader(Protocol):
+    """What is needed of `loader.AdapterLoader`."""
+
+    async def prepare(self, reference: str, choice_key: str = "") -> PreparedAdapter: ...
+    def in_host(self) -> set[str]: ...
+
+
+class Engine(Protocol):
+    """What is needed of `engine_port.EnginePort`."""
+
+    async def load(self, digest: str, *, pinned: bool) -> None: ...
+    async def unload(self, digest: str) -> None: ...
+    async def residents(self) -> list[ResidentAdapter]: ...
+    async def free_bytes(self) -> int: ...
+
+
+@dataclass
+class _Load:
+    """How far one wanted content is. `reason`: why it is not here, or the phase."""
+
+    wanted: Wanted
+    is_done: bool = False
+    reason: str = "PENDING"
+    is_settled: bool = False  # done, or failed in a way that waiting does not mend
+    failures: int = 0
+    retry_at: float = 0.0
+    task: asyncio.Task[None] | None = None
+
+
+class Residency:
+    """What is wanted here, and how far it is. Runs on one event loop."""
+
+    def __init__(self, loader: Loader, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+        self.observed_revision = 0  # every change up to this one has been heard
+        self._loader = loader
+        self._engine = engine
+        self._clock = clock
+        self._wanted: dict[str, tuple[Wanted, ...]] = {}  # by adapter
+        self._incoming: dict[str, tuple[Wanted, ...]] | None = {}  # of a snapshot that has not ended
+        self._is_told = asyncio.Event()  # it is known what is wanted, or that nobody says
+        self._loads: dict[str, _Load] = {}  # by digest
+        self._pinned: set[str] = set()  # what this object pinned
+        self._unpinning: set[asyncio.Task[None]] = set()
+        self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
+        self._woken = asyncio.Event()
+        self._progressed = asyncio.Event()  # replaced whenever it is set
+
+    # ---- what the watch tells
+
+    def start_over(self) -> None:
+        """A snapshot begins. What was wanted before stays wanted until it ends."""
+        self._incoming = {}
+
+    def changed(self, change: registry_pb2.AdapterChange) -> None:
+        """An adapter is like this now."""
+        wanted = () if change.type == registry_pb2.AdapterChange.TYPE_DELETE else wanted_versions(change)
+        for adapters in (self._wanted, self._incoming):
+            if adapters is not None:
+                adapters.pop(change.adapter.name, None)
+                if wanted:
+                    adapters[change.adapter.name] = wanted
+        self._woken.set()
+
+    def complete(self, revision: int) -> None:
+        """Everything up to `revision` is told."""
+        if self._incoming is not None:
+            self._wanted, self._incoming = self._incoming, None
+            self._woken.set()
+        self.observed_revision = revision
+        self._is_told.set()
+
+    def failed(self) -> None:
+        """The registry cannot be heard: what it wants is not waited for."""
+        self._is_told.set()
+
+    # ---- what the engine tells
+
+    def engine_started(self) -> None:
+        """The device is empty. What was under way begins again: nobody can say which engine it has reached."""
+        self._pinned.clear()
+        for load in self._loads.values():
+            _cancel(load)
+            load.is_done = load.is_settled = False
+            load.retry_at = 0.0
+        self._woken.set()
+
+    # ---- making it so
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                self._woken.clear()
+                try:
+                    await self._reconcile()
+                except Exception:
+                    log.exception("what is wanted cannot be looked after")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(CHECK_SECONDS):
+                        await self._woken.wait()
+        finally:
+            for load in self._loads.values():
+                _cancel(load)
+            for task in self._unpinning:
+                task.cancel()
+
+    async def settle(self, seconds: float) -> bool:
+        """Returns when all that is wanted is here, or can be no sooner; at the latest after some seconds.
+
+        Whether it came about. A registry that is away is not waited for.
+        """
+        deadline = self._clock() + seconds
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(seconds, UNKNOWN_SECONDS)):
+                await self._is_told.wait()
+        while not self._is_settled() and (left := deadline - self._clock()) > 0:
+            progressed = self._progressed
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left, CHECK_SECONDS)):
+                    await progressed.wait()
+        return self._is_settled()
+
+    async def states(self) -> dict[str, HeldState]:
+        """What host memory and the device hold, and what is wanted and not there, by digest.
+
+        Raises:
+            EngineUnavailable: the engine does not say.
+        """
+        found = {digest: HeldState("HOST") for digest in self._loader.in_host()}
+        found.update({r.digest: HeldState("GPU", pinned=r.pinned) for r in await self._engine.residents()})
+        for digest, load in self._loads.items():
+            if digest not in found and not (load.is_done and not load.wanted.is_pinned):
+                found[digest] = HeldState("FAILED", reason=load.reason)
+        return found
+
+    def _is_settled(self) -> bool:
+        by_digest = _by_digest(self._wanted)
+        return all(digest in self._loads and self._loads[digest].is_settled for digest in by_digest)
+
+    async def _reconcile(self) -> None:
+        wanted = _by_digest(self._wanted)
+        for digest in self._loads.keys() - wanted.keys():
+            _cancel(self._loads.pop(digest))
+        for digest in [held for held in self._pinned if held not in wanted or not wanted[held].is_pinned]:
+            self._let_go(digest)
+        for digest, version in wanted.items():
+            load = self._loads.setdefault(digest, _Load(version))
+            if load.wanted.is_pinned != version.is_pinned:
+                load.is_done = load.is_settled = False
+            load.wanted = version
+        await self._find_lost()
+        for load in self._loads.values():
+            is_running = load.task is not None and not load.task.done()
+            if not load.is_done and not is_running and self._clock() >= load.retry_at:
+                load.task = asyncio.get_running_loop().create_task(self._bring(load))
+
+    def _let_go(self, digest: str) -> None:
+        """Ends a pin, which takes as long as the adapter's requests."""
+
+        async def unload() -> None:
+            try:
+                await self._engine.unload(digest)
+                log.info("no longer pinned", extra={"digest": digest})
+            except LoraplexError as error:
+                log.warning("%s stays pinned for now: %s", digest, error.summary)
+                self._pinned.add(digest)
+
+        self._pinned.discard(digest)
+        task = asyncio.get_running_loop().create_task(unload())
+        self._unpinning.add(task)
+        task.add_done_callback(self._unpinning.discard)
+
+    async def _find_lost(self) -> None:
+        """A pinned adapter may have been unloaded by hand."""
+        pinned = [load for load in self._loads.values() if load.is_done and load.wanted.is_pinned]
+        if not pinned:
+            return
+        try:
+            held = {resident.digest for resident in await self._engine.residents() if resident.pinned}
+        except EngineUnavailable:
+            return
+        for load in pinned:
+            load.is_done = load.wanted.digest in held
+
+    async def _bring(self, load: _Load) -> None:
+        try:
+            async with self._at_once:
+                await self._bring_to_device(load)
+        except LoraplexError as error:
+            self._note_failure(load, error)
+        except Exception:
+            log.exception("%s cannot be brought here", load.wanted.reference)
+            self._note_failure(load, Internal("internal error"))
+        else:
+            load.is_done = load.is_settled = True
+            load.failures, load.reason = 0, "EVICTED"  # what it is if it is looked for later and not there
+        self._progressed.set()
+        self._progressed = asyncio.Event()
+
+    async def _bring_to_device(self, load: _Load) -> None:
+        digest, reference, is_pinned = load.wanted
+        load.reason = "FETCHING"
+        prepared = await self._loader.prepare(reference)
+        load.reason = "LOADING"
+        if is_pinned:
+            self._pinned.add(digest)
+            await self._engine.load(digest, pinned=True)
+        elif await self._engine.free_bytes() >= prepared.size_bytes:
+            await self._engine.load(digest, pinned=False)
+        log.info("%s is here", reference, extra={"digest": digest, "pinned": is_pinned})
+
+    def _note_failure(self, load: _Load, error: LoraplexError) -> None:
+        if load.reason != error.reason:
+            log.warning("%s is wanted here: %s", load.wanted.reference, error.summary)
+        load.reason = error.reason
+        load.failures += 1
+        load.retry_at = self._clock() + min(FIRST_RETRY * 2.0 ** min(load.failures - 1, 10), LONGEST_RETRY)
+        load.is_settled = not isinstance(error, Unavailable | AdapterMemory) or load.failures > 3
+
+
+def wanted_versions(change: registry_pb2.AdapterChange) -> tuple[Wanted, ...]:
+    """What of an adapter a replica shall hold.
+
+    Raises:
+        InvalidArgument: a version's name is malformed.
+    """
+    adapter = change.adapter
+    residency = resources_pb2.Adapter.Residency
+    if adapter.residency not in (residency.RESIDENCY_PRELOAD, residency.RESIDENCY_PINNED):
+        return ()
+    numbers = {target.version for alias in adapter.aliases for target in alias.targets}
+    if adapter.default_alias == LATEST:
+        numbers.add(adapter.latest_version)
+    found = []
+    for version in change.versions:
+        name = parse_version_name(version.name, "changes.versions.name")
+        if name.version in numbers:
+            reference = f"{name.namespace}/{name.adapter}@{name.version}"
+            found.append(Wanted(version.digest, reference, adapter.residency == residency.RESIDENCY_PINNED))
+    return tuple(found)
+
+
+def _by_digest(wanted: Mapping[str, Sequence[Wanted]]) -> dict[str, Wanted]:
+    """Several adapters may be of one content: it is pinned if one of them is."""
+    found: dict[str, Wanted] = {}
+    for versions in wanted.values():
+        for version in versions:
+            if version.digest not in found or version.is_pinned:
+                found[version.digest] = version
+    return found
+
+
+def _cancel(load: _Load) -> None:
+    if load.task is not None:
+        load.task.cancel()
+        load.task = None

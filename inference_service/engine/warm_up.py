@@ -1,0 +1,175 @@
+"""Before SERVING: every kernel is compiled, every graph captured, and the allocator holds what the heaviest step takes.
+
+Which variant of a kernel a step launches follows from its number of decodes and of tokens alone (what else varies is
+device data), so a few layers are run at every number at which a variant can change.
+"""
+
+# torch.cuda is untyped in torch.
+# mypy: disable-error-code="no-untyped-call"
+
+import logging
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from inference_service.engine.blocks import ChainSeed
+from inference_service.engine.sequence import Request, State
+from inference_service.engine.step import Chunk, Schedule
+from inference_service.lora.slots import Handle
+from inference_service.types import MAX_LOGPROBS, GenerateSpec, Sampling, Stop
+
+if TYPE_CHECKING:
+    from inference_service.engine.cuda_runner import CudaRunner
+
+log = logging.getLogger(__name__)
+
+FINE_STEP, FINE_TOKENS, COARSE_STEP = 16, 512, 64  # rows of the adapters' tiles, up to how many tokens, and beyond
+SLACK = 1.25  # of the heaviest step's peak, for the gaps that blocks of many sizes leave
+SMALL_BLOCK, NUM_SMALL_BLOCKS = 1 << 20, 16  # the allocator keeps blocks up to this size apart
+SIDE_BYTES = 64 << 20  # for what the shrinks beside base products give, on their own stream
+
+PLAIN = Sampling(temperature=0.0)
+RANDOM = Sampling(temperature=1.0)
+FILTERED = Sampling(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
+ADJUSTED = Sampling(temperature=0.7, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1)
+EVERYTHING = Sampling(
+    temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1,
+    frequency_penalty=0.1, logit_bias={0: 1.0},
+)  # fmt: skip
+
+
+def warm_up(runner: "CudaRunner") -> None:
+    """Run it once, before the first request: requests find adapter slot 0, the KV cache and all tables unused."""
+    with _timed("kernels compiled"):
+        _compile(runner)
+        torch.cuda.synchronize(runner.device)
+    with _timed("graphs captured"):
+        log.info("%d graphs", runner.capture_graphs())
+        torch.cuda.synchronize(runner.device)
+    with _timed("heaviest steps run"):
+        base = torch.cuda.memory_allocated(runner.device)
+        torch.cuda.reset_peak_memory_stats(runner.device)
+        _run_heaviest(runner)
+        torch.cuda.synchronize(runner.device)
+        peak = torch.cuda.max_memory_allocated(runner.device) - base
+        _reserve(runner, int(SLACK * peak))
+        _run_heaviest(runner)
+        torch.cuda.synchronize(runner.device)
+    log.info("the heaviest step takes %d MiB", peak >> 20)
+
+
+# ---- the steps
+
+
+def _compile(runner: "CudaRunner") -> None:
+    limits, most = runner.limits, _most_tokens(runner)
+    for max_len in runner.length_classes:
+        decodes = [_chunk(runner, PLAIN, 1, True, samples=False, start=max_len - 1)] * limits.max_num_seqs
+        for num_decodes in range(1, limits.max_num_seqs):
+            prefill = [_chunk(runner, PLAIN, 2, True, samples=False)] if most >= num_decodes + 2 else []
+            _run_layers(runner, decodes[:num_decodes], prefill)
+        _run_layers(runner, decodes, [])
+    fine = range(FINE_STEP, min(most, FINE_TOKENS) + 1, FINE_STEP)
+    for num_tokens in (*fine, *range(FINE_TOKENS + COARSE_STEP, most + 1, COARSE_STEP), most):
+        _run_layers(runner, [], _prefills(runner, num_tokens, has_adapters=True))
+    for num_tokens in (min(most, 2), min(most, FINE_TOKENS), most):
+        _run_layers(runner, [], _prefills(runner, num_tokens, has_adapters=False))
+    _run_layers(runner, [_chunk(runner, PLAIN, 1, False, samples=False)], [])
+
+
+def _prefills(runner: "CudaRunner", num_tokens: int, *, has_adapters: bool) -> list[Chunk]:
+    lengths = _prompt_lengths(runner, num_tokens)
+    return [_chunk(runner, PLAIN, length, has_adapters, samples=False) for length in lengths if length > 1]
+
+
+def _run_layers(runner: "CudaRunner", decodes: list[Chunk], prefills: list[Chunk]) -> None:
+    if decodes or prefills:
+        runner.run_layers(Schedule((*decodes, *prefills), len(decodes)), runner.fused.num_kinds)
+
+
+def _run_heaviest(runner: "CudaRunner") -> None:
+    """Full batches with everything that a request can ask for, then each sampling kernel in each form."""
+    limits = runner.limits
+    seqs, tokens = limits.max_num_seqs, _most_tokens(runner)
+    longest, shortest = _prompt_lengths(runner, tokens), [max(tokens // seqs, 1)] * seqs
+    for lengths in (longest, shortest):
+        _launch(runner, [_chunk(runner, EVERYTHING, length, True, scores=True) for length in lengths])
+    for has_adapters in (False, True):
+        for sampling in (PLAIN, RANDOM, FILTERED, ADJUSTED, EVERYTHING):
+            for count in (1, seqs):
+                _launch(runner, [_chunk(runner, sampling, 1, has_adapters) for _ in range(count)])
+
+
+def _launch(runner: "CudaRunner", chunks: list[Chunk]) -> None:
+    decodes, prefills = ([c for c in chunks if (c.length == 1) is single] for single in (True, False))
+    runner.launch(Schedule((*decodes, *prefills), len(decodes)))
+    for chunk in chunks:
+        chunk.sequence.state = State.FINISHED
+
+
+def _most_tokens(runner: "CudaRunner") -> int:
+    limits = runner.limits
+    return min(limits.max_batched_tokens, limits.max_num_seqs * limits.max_model_len)
+
+
+def _prompt_lengths(runner: "CudaRunner", num_tokens: int) -> list[int]:
+    """Of as few prompts as can have so many tokens together."""
+    longest = min(runner.limits.max_model_len, num_tokens)
+    return [min(longest, num_tokens - start) for start in range(0, num_tokens, longest or 1)]
+
+
+def _chunk(
+    runner: "CudaRunner",
+    sampling: Sampling,
+    length: int,
+    has_adapter: bool,
+    *,
+    start: int = 0,
+    samples: bool = True,
+    scores: bool = False,
+) -> Chunk:
+    """The last tokens of a new sequence. It shares its blocks, whose contents nobody has asked for yet."""
+    num_top = MAX_LOGPROBS if sampling is EVERYTHING else None
+    stop = Stop(max_tokens=1, min_tokens=1 if sampling is EVERYTHING else 0)
+    prompt_ids = [0] * (start + length)
+    spec = GenerateSpec("warm-up", prompt_ids, sampling, stop, logprobs=num_top, prompt_logprobs=num_top)
+    sequence = Request(spec, b"", ChainSeed(b""), 0).sequences[0]
+    sequence.num_pending, sequence.state = int(samples), State.RUNNING
+    sequence.handle = Handle(0, 0) if has_adapter else None
+    num_blocks = -(-len(prompt_ids) // runner.block_size)
+    sequence.blocks = array("i", (number % runner.num_blocks for number in range(num_blocks)))
+    return Chunk(sequence, start, length, samples, range(length - 1) if scores else range(0))
+
+
+# ---- memory
+
+
+def _reserve(runner: "CudaRunner", nbytes: int) -> None:
+    """Leave the allocator one block that the heaviest step fits into, and a few small ones, and nothing else.
+
+    Blocks of earlier steps' sizes would be cut up until, some day, a step finds none that is large enough.
+    """
+    torch.cuda.synchronize(runner.device)
+    torch.cuda.empty_cache()
+    others = SIDE_BYTES + 2 * NUM_SMALL_BLOCKS * SMALL_BLOCK
+    free, _ = torch.cuda.mem_get_info(runner.device)
+    blocks = [_block(runner, min(nbytes, free - others))]
+    blocks += [_block(runner, SMALL_BLOCK) for _ in range(NUM_SMALL_BLOCKS)]
+    with torch.cuda.stream(runner.arena.side):
+        blocks.append(_block(runner, SIDE_BYTES))
+        blocks += [_block(runner, SMALL_BLOCK) for _ in range(NUM_SMALL_BLOCKS)]
+
+
+def _block(runner: "CudaRunner", nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=runner.device)
+
+
+@contextmanager
+def _timed(what: str) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    log.info("%s in %.1f s", what, time.monotonic() - started)

@@ -1,0 +1,223 @@
+"""A replica's metrics for Prometheus: the names that gateways and public dashboards of vLLM read, and our own.
+
+Names that begin with `vllm:` are a contract with others: the Kubernetes inference gateway picks a replica by them.
+Everything is read from one `Snapshot`, so that a label set that is no longer true vanishes with the next.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from inference_service.request_stats import RequestStats
+from inference_service.stats import SECONDS_BOUNDS, AdapterStats, EngineStats, Seconds
+from inference_service.types import MemoryBudget, ResidentAdapter
+
+MODEL = "model_name"
+Labels = tuple[str, ...]
+L = TypeVar("L", bound=Labels)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the supervisor knows of its replica at one moment. None: the process does not answer.
+
+    Attributes:
+        model: Id of the base model.
+        max_adapters: Slots.
+        memory: The device's budget, once the engine is warm.
+        residents: Adapters on the device.
+        in_host: Digests of the blobs in host memory.
+        names: How clients name adapters, by digest.
+        requests: Sums over all API processes that there have been.
+    """
+
+    model: str
+    max_adapters: int
+    engine: EngineStats | None = None
+    memory: MemoryBudget | None = None
+    residents: tuple[ResidentAdapter, ...] = ()
+    adapters: AdapterStats | None = None
+    in_host: frozenset[str] = frozenset()
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    requests: RequestStats = field(default_factory=RequestStats)
+
+
+class ReplicaCollector(Collector):
+    """Turns the latest snapshot into metrics. `clock` gives unix seconds."""
+
+    def __init__(self, snapshot: Callable[[], Snapshot], clock: Callable[[], float] = time.time) -> None:
+        self._snapshot = snapshot
+        self._clock = clock
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        now = self._snapshot()
+        is_up = {("engine",): now.engine is not None, ("adapters",): now.adapters is not None}
+        yield _gauges("loraplex_up", "Whether the process answers", ("process",), is_up)
+        yield from _residency(now)
+        yield from _requests((now.model,), now.requests)
+        if now.engine is not None:
+            yield from _engine((now.model,), now.engine)
+            yield from _loads(now.engine)
+            yield _lora_requests_info(now, now.engine, self._clock())
+        if now.memory is not None:
+            yield _memory(now.memory)
+        if now.adapters is not None:
+            yield from _adapter_process(now.adapters)
+
+
+def _residency(now: Snapshot) -> Iterator[Metric]:
+    model, count = (now.model,), len(now.residents)
+    yield _gauges("vllm:max_gpu_lora_adapters", "Most adapters on the device", (MODEL,), {model: now.max_adapters})
+    yield _gauges("vllm:num_gpu_loaded_lora_adapters", "Adapters on the device", (MODEL,), {model: count})
+    loaded: dict[tuple[str, ...], float] = {}
+    pinned = {name for each in now.residents if each.pinned for name in now.names.get(each.digest, ())}
+    for name in _names(now, (resident.digest for resident in now.residents)):
+        loaded[name, "gpu", str(name in pinned).lower()] = 1
+    for name in _names(now, sorted(now.in_host)):
+        loaded[name, "cpu", "false"] = 1
+    labels = ("adapter_name", "level", "pinned")
+    yield _gauges("vllm:lora_adapter_loaded", "1 for an adapter on the device or in host memory", labels, loaded)
+
+
+def _lora_requests_info(now: Snapshot, engine: EngineStats, seconds: float) -> Metric:
+    """One series, with those on the device as running: an adapter that is warm and idle attracts its requests."""
+    running = ",".join(_names(now, (resident.digest for resident in now.residents)))
+    waiting = ",".join(_names(now, engine.adapters_waiting))
+    return _gauges(
+        "vllm:lora_requests_info",
+        "When it was said which adapters are on the device and which are waited for",
+        ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        {(str(now.max_adapters), running, waiting): seconds},
+    )
+
+
+def _names(now: Snapshot, digests: Iterable[str]) -> list[str]:
+    """How clients name these adapters, each name once: two versions of an adapter may share one."""
+    return list(dict.fromkeys(name for digest in digests for name in now.names.get(digest, ())))
+
+
+def _engine(model: Labels, engine: EngineStats) -> Iterator[Metric]:
+    label, blocks = (MODEL,), engine.kv_blocks
+    used = blocks.used / blocks.total if blocks.total else 0.0
+    yield _gauges("vllm:num_requests_running", "Sequences in steps", label, {model: engine.num_running})
+    yield _gauges("vllm:num_requests_waiting", "Sequences in the queue", label, {model: engine.num_waiting})
+    yield _gauges("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", label, {model: used})
+    yield _gauges(
+        "vllm:cache_config_info",
+        "Geometry of the KV cache",
+        ("block_size", "num_gpu_blocks"),
+        {(str(engine.block_size), str(blocks.total)): 1},
+    )
+    for name, text, count in (
+        ("vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache", engine.prefix_tokens_queried),
+        ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", engine.prefix_tokens_hit),
+        ("vllm:num_preemptions", "Sequences that made room for others", engine.num_preemptions),
+    ):
+        yield _counters(name, text, label, {model: count})
+
+
+def _loads(engine: EngineStats) -> Iterator[Metric]:
+    """Adapters on their way to the device."""
+    arena, pinned = engine.arena, engine.arena_pinned_bytes
+    yield _gauges(
+        "loraplex_arena_bytes",
+        "Memory for adapters on the device; used is without pinned",
+        ("state",),
+        {("used",): arena.used - pinned, ("pinned",): pinned, ("free",): arena.total - arena.used},
+    )
+    total = engine.load_seconds.get("total", Seconds())
+    yield _histograms("vllm:lora_adapter_load_seconds", "From the wish for an adapter to READY", (), {(): total})
+    phases = {(phase,): seconds for phase, seconds in engine.load_seconds.items() if phase != "total"}
+    yield _histograms("loraplex_adapter_load_phase_seconds", "Parts of a load to the device", ("phase",), phases)
+    for name, text, label, counts in (
+        ("loraplex_adapter_hits", "Requests for an adapter, by the tier that held it", "tier", engine.hits),
+        ("loraplex_adapter_evictions", "Adapters that left the device", "reason", engine.evictions),
+        ("loraplex_adapter_load_failures", "Loads to the device that failed", "reason", engine.load_failures),
+    ):
+        yield _counters(name, text, (label,), {(key,): count for key, count in counts.items()})
+    num_waiting = len(engine.adapters_waiting)
+    yield _gauges("loraplex_adapters_waiting", "Adapters that requests wait for", (), {(): num_waiting})
+    yield _gauges("loraplex_adapter_wait_seconds", "Longest of these waits", (), {(): engine.waited_longest})
+
+
+def _adapter_process(adapters: AdapterStats) -> Iterator[Metric]:
+    host, held, disk = adapters.host, adapters.host_held_bytes, adapters.disk
+    yield _gauges(
+        "loraplex_host_bytes",
+        "Host memory for packed adapters; used is without held",
+        ("state",),
+        {("used",): host.used - held, ("held",): held, ("free",): host.total - host.used},
+    )
+    free = max(disk.total - disk.used, 0)
+    yield _gauges("loraplex_disk_bytes", "Adapters on disk", ("state",), {("used",): disk.used, ("free",): free})
+    counts = {("host",): adapters.host_adapters, ("disk",): adapters.disk_adapters}
+    yield _gauges("loraplex_staged_adapters", "Adapters in a tier", ("tier",), counts)
+    phases = {(phase,): seconds for phase, seconds in adapters.load_seconds.items()}
+    yield _histograms("loraplex_adapter_stage_phase_seconds", "Parts of a load to host memory", ("phase",), phases)
+    fetched = {(): adapters.fetched_bytes}
+    yield _counters("loraplex_fetched_bytes", "Bytes of adapters downloaded", (), fetched)
+    failures = {(reason,): count for reason, count in adapters.failures.items()}
+    yield _counters("loraplex_stage_failures", "Resolutions and loads that failed", ("reason",), failures)
+    yield _gauges("loraplex_registry_revision", "Latest that is known here", (), {(): adapters.registry_revision})
+
+
+def _memory(memory: MemoryBudget) -> Metric:
+    kinds = {
+        "weights": memory.weights,
+        "activations": memory.activations,
+        "reserve": memory.reserve,
+        "adapter_arena": memory.adapter_arena,
+        "kv_cache": memory.kv_cache,
+        "other": memory.other,
+        "unused": memory.unused,
+    }
+    text = "How the device's memory is divided; what is unknown on a CPU is 0"
+    return _gauges("loraplex_memory_bytes", text, ("kind",), {(kind,): nbytes for kind, nbytes in kinds.items()})
+
+
+def _requests(model: Labels, requests: RequestStats) -> Iterator[Metric]:
+    label = (MODEL,)
+    for name, text, seconds in (
+        ("vllm:time_to_first_token_seconds", "From arrival to the first token", requests.first_token),
+        ("vllm:inter_token_latency_seconds", "Between tokens of a sequence", requests.inter_token),
+        ("vllm:e2e_request_latency_seconds", "From arrival to the end", requests.total),
+        ("vllm:request_queue_time_seconds", "Until admission", requests.queue),
+        ("vllm:request_prefill_time_seconds", "From admission to the first token", requests.prefill),
+        ("vllm:request_decode_time_seconds", "From the first token to the last", requests.decode),
+        ("vllm:request_inference_time_seconds", "From admission to the last token", requests.inference),
+    ):
+        yield _histograms(name, text, label, {model: seconds})
+    yield _counters("vllm:prompt_tokens", "Tokens of prompts", label, {model: requests.tokens.prompt})
+    yield _counters("vllm:generation_tokens", "Tokens of answers", label, {model: requests.tokens.generated})
+    finished = {(*model, reason): count for reason, count in sorted(requests.finished.items())}
+    yield _counters("vllm:request_success", "Requests by how they ended", (MODEL, "finished_reason"), finished)
+
+
+def _gauges(name: str, text: str, labels: Labels, values: Mapping[L, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for of, value in values.items():
+        family.add_metric(of, value)
+    return family
+
+
+def _counters(name: str, text: str, labels: Labels, values: Mapping[L, float]) -> Metric:
+    """`name` is without `_total`."""
+    family = CounterMetricFamily(name, text, labels=labels)
+    for of, value in values.items():
+        family.add_metric(of, value)
+    return family
+
+
+def _histograms(name: str, text: str, labels: Labels, values: Mapping[L, Seconds]) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=labels)
+    for of, seconds in values.items():
+        counts = zip((*map(str, SECONDS_BOUNDS), "+Inf"), accumulate(seconds.buckets), strict=True)
+        family.add_metric(of, [(bound, float(count)) for bound, count in counts], seconds.sum)
+    return family

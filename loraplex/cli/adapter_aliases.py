@@ -1,0 +1,173 @@
+"""`loraplex adapter alias`, `promote`, `rollback` and `delete-version`: which versions names mean."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from loraplex.cli.calls import run
+from loraplex.cli.options import (
+    DEFAULT_REGISTRY,
+    MAX_INT32,
+    AdapterArgument,
+    Json,
+    ReferenceArgument,
+    RegistryAddress,
+    parsed,
+    parsed_adapter,
+)
+from loraplex.cli.output import alias_targets, print_json
+from loraplex.client import Client
+from loraplex.registry.v1 import registry_pb2, resources_pb2
+from shared.errors import AdapterNotFound, FailedPrecondition
+from shared.references import Reference, adapter_name, alias_name, parse_version_name, version_name
+
+AliasOption = Annotated[str, typer.Option(help="The alias that is moved.")]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Adds the commands to `app`."""
+    app.command()(alias)
+    app.command()(promote)
+    app.command()(rollback)
+    app.command("delete-version")(delete_version)
+
+
+def alias(
+    reference: Annotated[str, typer.Argument(help="[NAMESPACE/]ADAPTER@ALIAS")],
+    versions: Annotated[
+        list[str] | None, typer.Argument(metavar="[VERSION[:WEIGHT]]…", help="Several share the requests by weight.")
+    ] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Take the alias away.")] = False,
+    json: Json = False,
+    registry: RegistryAddress = DEFAULT_REGISTRY,
+) -> None:
+    """Point an alias at a version, or at several by weight: `alias chat@prod 7:9 8:1`."""
+    target = parsed(reference, "REFERENCE")
+    if not target.alias:
+        raise typer.BadParameter(f"{reference!r} names no alias; write ADAPTER@ALIAS", param_hint="REFERENCE")
+    if delete == bool(versions):
+        raise typer.BadParameter("give either versions or --delete", param_hint="VERSION")
+    name = alias_name(target.namespace, target.adapter, target.alias)
+    if delete:
+        request = registry_pb2.DeleteAdapterAliasRequest(name=name)
+        deleted = run(lambda c: c.call(c.registry.DeleteAdapterAlias(request)), registry=registry)
+        return print_json(deleted.adapter) if json else typer.echo(f"deleted: {reference}")
+    change = registry_pb2.SetAdapterAliasRequest(name=name, targets=[_target(text) for text in versions or ()])
+    changed = run(lambda c: c.call(c.registry.SetAdapterAlias(change)), registry=registry)
+    return print_json(changed.adapter) if json else typer.echo(f"{reference} → version {_meaning(changed, target)}")
+
+
+def _target(text: str) -> resources_pb2.AliasTarget:
+    number, colon, weight = text.partition(":")
+    try:
+        target = resources_pb2.AliasTarget(version=int(number), weight=float(weight) if colon else 1.0)
+    except ValueError:
+        target = resources_pb2.AliasTarget()
+    if not 1 <= target.version <= MAX_INT32 or not 0 < target.weight < float("inf"):
+        raise typer.BadParameter(f"{text!r} is not VERSION or VERSION:WEIGHT, such as 3 or 3:0.1", param_hint="VERSION")
+    return target
+
+
+def promote(
+    reference: ReferenceArgument,
+    alias: AliasOption = "prod",
+    json: Json = False,
+    registry: RegistryAddress = DEFAULT_REGISTRY,
+) -> None:
+    """Point an alias at the version that a reference means: `promote chat@canary --alias prod`."""
+    target = parsed(reference)
+
+    async def work(client: Client) -> registry_pb2.SetAdapterAliasResponse:
+        adapter = await _adapter(client, target)
+        resolve = registry_pb2.ResolveAdapterRequest(reference=target.canonical())
+        resolved = await client.call(client.registry.ResolveAdapter(resolve))
+        if len(resolved.targets) > 1:
+            raise FailedPrecondition(f"{reference} means several versions: name one of them by its number")
+        return await _point(client, adapter, target, alias, _number(resolved.version.name))
+
+    return _print_moved(run(work, registry=registry), target, alias, json)
+
+
+def rollback(
+    adapter: AdapterArgument,
+    alias: AliasOption = "prod",
+    to: Annotated[
+        int | None, typer.Option(min=1, max=MAX_INT32, help="Version; the newest before what the alias means now.")
+    ] = None,
+    json: Json = False,
+    registry: RegistryAddress = DEFAULT_REGISTRY,
+) -> None:
+    """Point an alias at the version before the one that it means."""
+    target = parsed_adapter(adapter)
+
+    async def work(client: Client) -> registry_pb2.SetAdapterAliasResponse:
+        found = await _adapter(client, target)
+        number = to or await _version_before(client, found, target, alias)
+        return await _point(client, found, target, alias, number)
+
+    return _print_moved(run(work, registry=registry), target, alias, json)
+
+
+async def _version_before(client: Client, adapter: resources_pb2.Adapter, target: Reference, alias: str) -> int:
+    current = [t.version for a in adapter.aliases if a.name.rpartition("/")[2] == alias for t in a.targets]
+    if not current:
+        raise AdapterNotFound(f"adapter {adapter.name} has no alias {alias}")
+    request = registry_pb2.ListAdapterVersionsRequest(
+        parent=adapter_name(target.namespace, target.adapter), filter=f"version < {min(current)}", page_size=1
+    )
+    page = await client.call(client.registry.ListAdapterVersions(request))
+    if not page.versions:
+        raise FailedPrecondition(f"there is no version of {adapter.name} before version {min(current)}")
+    return _number(page.versions[0].name)
+
+
+async def _adapter(client: Client, target: Reference) -> resources_pb2.Adapter:
+    name = adapter_name(target.namespace, target.adapter)
+    return await client.call(client.registry.GetAdapter(registry_pb2.GetAdapterRequest(name=name)))
+
+
+async def _point(
+    client: Client, adapter: resources_pb2.Adapter, target: Reference, alias: str, number: int
+) -> registry_pb2.SetAdapterAliasResponse:
+    """By the etag of what was read: nobody's change in between is undone."""
+    request = registry_pb2.SetAdapterAliasRequest(
+        name=alias_name(target.namespace, target.adapter, alias),
+        targets=[resources_pb2.AliasTarget(version=number)],
+        etag=adapter.etag,
+    )
+    return await client.call(client.registry.SetAdapterAlias(request))
+
+
+def _print_moved(changed: registry_pb2.SetAdapterAliasResponse, target: Reference, alias: str, as_json: bool) -> None:
+    if as_json:
+        return print_json(changed.adapter)
+    name = target._replace(version=None, digest=None, alias=alias)
+    return typer.echo(f"{name.canonical().removeprefix('default/')} → version {_meaning(changed, name)}")
+
+
+def _meaning(changed: registry_pb2.SetAdapterAliasResponse, target: Reference) -> str:
+    (found,) = [alias for alias in changed.adapter.aliases if alias.name.rpartition("/")[2] == target.alias]
+    return alias_targets(found)
+
+
+def _number(name: str) -> int:
+    return parse_version_name(name, "version.name").version
+
+
+def delete_version(
+    reference: Annotated[str, typer.Argument(help="[NAMESPACE/]ADAPTER@VERSION")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Only a terminal is asked.")] = False,
+    json: Json = False,
+    registry: RegistryAddress = DEFAULT_REGISTRY,
+) -> None:
+    """Delete one version, for good. Refused while an alias means it; its number is never used again."""
+    target = parsed(reference, "REFERENCE")
+    if target.version is None:
+        raise typer.BadParameter(f"{reference!r} names no version; write ADAPTER@3", param_hint="REFERENCE")
+    name = version_name(target.namespace, target.adapter, target.version)
+    if not yes and sys.stdin.isatty():
+        typer.confirm(f"Delete {name}? It cannot be brought back.", abort=True, err=True)
+    request = registry_pb2.DeleteAdapterVersionRequest(name=name)
+    response = run(lambda c: c.call(c.registry.DeleteAdapterVersion(request)), registry=registry)
+    return print_json(response.version) if json else typer.echo(f"deleted: {response.version.name}")

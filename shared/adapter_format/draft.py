@@ -1,0 +1,82 @@
+"""A binding in the making: what the kinds of adapters read from and add to, each in its turn."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shared.adapter_format.bound import EmbedBinding, HeadBinding, ModuleBinding, NormBinding, VectorBinding
+from shared.adapter_format.header import TensorInfo
+from shared.adapter_format.lora_config import LoraConfig
+from shared.adapter_format.names import AdapterNames, Site
+from shared.adapter_format.overrides import Overrides
+from shared.adapter_format.reasons import tensor_invalid, tensor_unsupported
+from shared.adapter_format.targets import Targets
+from shared.base_model import ModelConfig
+
+SERVED_DTYPES = ("F32", "F16", "BF16")
+_OTHER_FLOATS = ("F64", "F8_E4M3", "F8_E5M2")
+
+
+@dataclass
+class Draft:
+    """What is known of the adapter, what is bound so far, and which of its tensors nobody has taken yet.
+
+    `vocab`: rows of the embedding and the head, the adapter's own tokens included.
+    `unread`: tensors that PEFT writes and that do not count.
+    """
+
+    config: LoraConfig
+    tensors: Mapping[str, TensorInfo]
+    model: ModelConfig
+    names: AdapterNames
+    targets: Targets
+    ranks: Overrides
+    alphas: Overrides
+    vocab: int
+    modules: list[ModuleBinding] = field(default_factory=list)
+    vectors: list[VectorBinding] = field(default_factory=list)
+    embed: EmbedBinding = field(default_factory=EmbedBinding)
+    head: HeadBinding = field(default_factory=HeadBinding)
+    norms: list[NormBinding] = field(default_factory=list)
+    activation: tuple[int, ...] = ()
+    unread: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def is_tied(self) -> bool:
+        return self.model.tie_word_embeddings
+
+    def take(self, site: Site, *roles: str) -> str | None:
+        """The tensor of the first of `roles` that is there; it counts as bound from now on."""
+        roles_there = self.names.found.get(site, {})
+        for role in roles:
+            if role in roles_there:
+                return roles_there.pop(role)
+        return None
+
+    def require(self, site: Site, *roles: str, reason: str) -> str:
+        """As `take`; AdapterInvalid naming the first of `roles` if none is there. `reason`: why it must be."""
+        tensor = self.take(site, *roles)
+        if tensor is None:
+            raise tensor_invalid(self.names.tensor(site, roles[0]), f"is missing: {reason}")
+        return tensor
+
+    def leave_unread(self, site: Site, *roles: str) -> None:
+        """Take those of `roles` that are there, to no use."""
+        for role in roles:
+            if (tensor := self.take(site, role)) is not None:
+                self.unread.append(tensor)
+
+    def check_shape(self, tensor: str, *shape: int) -> None:
+        """Raises unless `tensor` has this shape and a dtype that is served."""
+        info = self.tensors[tensor]
+        check_dtype(tensor, info)
+        if info.shape != shape:
+            raise tensor_invalid(tensor, f"has shape {list(info.shape)}; the base model takes {list(shape)}")
+
+
+def check_dtype(tensor: str, info: TensorInfo) -> None:
+    if info.dtype in _OTHER_FLOATS:
+        advice = f"{info.dtype} is not served; save it as float32, float16 or bfloat16"
+        raise tensor_unsupported(tensor, "dtype", advice)
+    if info.dtype not in SERVED_DTYPES:
+        raise tensor_invalid(tensor, f"has dtype {info.dtype}; it must be one of {', '.join(SERVED_DTYPES)}")

@@ -1,0 +1,52 @@
+"""aLoRA: the adapter acts from the last occurrence of a token sequence on, the sequence included.
+
+Before it the base model runs, and its KV is shared. So nothing may act that PEFT does not switch: it switches LoRA of
+linears and of the head, and no more.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared.adapter_format import values
+from shared.adapter_format.draft import Draft
+from shared.adapter_format.lora_config import LoraConfig
+from shared.adapter_format.reasons import key_invalid, key_unsupported
+from shared.adapter_format.values import Field, used
+
+KEY = "alora_invocation_tokens"
+
+
+def _read(key: str, value: Any) -> tuple[int, ...]:
+    return () if values.is_nothing(value) else values.token_ids(key, value)
+
+
+FIELDS: Mapping[str, Field] = {KEY: used(None, _read)}
+
+
+def check(config: LoraConfig) -> None:
+    """PEFT has one forward pass for each variant, and none for two."""
+    if config.alora_invocation_tokens:
+        for key, is_set in {"use_dora": config.use_dora, "velora_config": config.velora_config}.items():
+            if is_set:
+                raise key_invalid(KEY, f"cannot be used with {key}")
+
+
+def bind(draft: Draft) -> None:
+    """Note the sequence, and refuse what PEFT would apply to every position."""
+    tokens = draft.config.alora_invocation_tokens
+    if not tokens:
+        return
+    if max(tokens) >= draft.model.vocab_size:
+        raise key_invalid(KEY, f"names token {max(tokens)}; the base model has {draft.model.vocab_size}")
+    everywhere = {
+        "bias": any(vector.kind == "bias" for vector in draft.vectors),
+        "modules_to_save": bool(draft.norms) or draft.vocab > draft.model.vocab_size,
+        "trainable_token_indices": bool(draft.config.trainable_token_indices),
+    }
+    everywhere["modules_to_save"] |= any(
+        rows is not None and rows.source == "modules_to_save" for rows in (draft.embed.rows, draft.head.rows)
+    )
+    for key, is_bound in everywhere.items():
+        if is_bound:
+            raise key_unsupported(key, "an activated LoRA is served only without what would act before its activation")
+    draft.activation = tokens

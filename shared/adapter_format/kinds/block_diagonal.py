@@ -1,0 +1,69 @@
+"""BD-LoRA: A or B of a module is block-diagonal, and the file holds its blocks stacked (`ModuleBinding.blocks`)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared.adapter_format import values
+from shared.adapter_format.draft import Draft
+from shared.adapter_format.lora_config import BlockDiagonal, LoraConfig
+from shared.adapter_format.names import HEAD
+from shared.adapter_format.reasons import key_invalid, key_unsupported
+from shared.adapter_format.values import Field, used
+
+KEY = "use_bdlora"
+_KEYS = {"target_modules_bd_a", "target_modules_bd_b", "nblocks", "match_strict"}
+
+
+def _read(key: str, value: Any) -> BlockDiagonal | None:
+    if values.is_nothing(value):
+        return None
+    if not isinstance(value, Mapping) or not set(value) <= _KEYS:
+        raise key_invalid(key, f"must be an object of {', '.join(sorted(_KEYS))}")
+    return BlockDiagonal(
+        a=values.names(f"{key}.target_modules_bd_a", value.get("target_modules_bd_a")),
+        b=values.names(f"{key}.target_modules_bd_b", value.get("target_modules_bd_b")),
+        nblocks=values.count(f"{key}.nblocks", value.get("nblocks", 1)),
+        is_strict=values.flag(f"{key}.match_strict", value.get("match_strict", True)),
+    )
+
+
+FIELDS: Mapping[str, Field] = {KEY: used(None, _read)}
+
+
+def check(config: LoraConfig) -> None:
+    """PEFT has one forward pass for each variant, and none for two."""
+    if config.use_bdlora is not None:
+        for key, is_set in {
+            "use_dora": config.use_dora,
+            "alora_invocation_tokens": bool(config.alora_invocation_tokens),
+            "velora_config": config.velora_config,
+        }.items():
+            if is_set:
+                raise key_invalid(KEY, f"cannot be used with {key}")
+
+
+def blocks(config: LoraConfig, name: str) -> tuple[int, int]:
+    """Of how many blocks A and B of the module `name` consist.
+
+    Raises:
+        AdapterInvalid: the module is named on both sides, or on neither with match_strict.
+    """
+    if (bd := config.use_bdlora) is None:
+        return 1, 1
+    is_a, is_b = (any(part in name for part in parts) for parts in (bd.a, bd.b))
+    if is_a and is_b:
+        raise key_invalid(KEY, f"names {name} both in target_modules_bd_a and in target_modules_bd_b")
+    if bd.is_strict and not (is_a or is_b):
+        raise key_invalid(KEY, f"names {name} neither in target_modules_bd_a nor in target_modules_bd_b")
+    return bd.nblocks if is_a else 1, bd.nblocks if is_b else 1
+
+
+def is_block_b(config: LoraConfig, name: str) -> bool:
+    """Whether B of the module `name` is block-diagonal, if only with one block."""
+    return config.use_bdlora is not None and any(part in name for part in config.use_bdlora.b)
+
+
+def bind(draft: Draft) -> None:
+    """`linears` asks `blocks`. The head is not expanded."""
+    if draft.config.use_bdlora is not None and "lora_A.weight" in draft.names.found.get(HEAD, {}):
+        raise key_unsupported(KEY, "block-diagonal LoRA of lm_head is not served; target the linears of the layers")

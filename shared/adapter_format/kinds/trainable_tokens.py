@@ -1,0 +1,101 @@
+"""trainable_token_indices: some rows of the embedding or the head, trained. `…_delta` holds the rows, not a difference.
+
+In a tied model the head sees the embedding's rows, unless both are named with different tokens. Where the vocabulary
+grew as well, PEFT saves the whole matrix beneath the rows (`token_adapter.base_layer`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared.adapter_format import values
+from shared.adapter_format.bound import RowsBinding
+from shared.adapter_format.draft import Draft
+from shared.adapter_format.kinds.embeddings import bind_base_rows
+from shared.adapter_format.kinds.saved_modules import is_saved
+from shared.adapter_format.lora_config import LoraConfig
+from shared.adapter_format.names import EMBED, HEAD, Site
+from shared.adapter_format.reasons import key_invalid, key_unsupported
+from shared.adapter_format.values import Field, used
+
+KEY = "trainable_token_indices"
+_ROWS = "token_adapter.trainable_tokens_delta"
+_BENEATH = "token_adapter.base_layer.weight"
+
+
+def _read(key: str, value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    if values.is_nothing(value):
+        return ()
+    if isinstance(value, Mapping) and "" in value:
+        raise key_invalid(key, "has an empty name")
+    named = value if isinstance(value, Mapping) else {"": value}
+    pairs = tuple((name, values.token_ids(key, ids)) for name, ids in named.items())
+    for name, ids in pairs:
+        if not ids or len(set(ids)) != len(ids):
+            raise key_invalid(key, f"{name or 'the list'} is empty or names a token twice")
+    return pairs
+
+
+FIELDS: Mapping[str, Field] = {KEY: used(None, _read)}
+
+
+def check(config: LoraConfig) -> None:
+    """The config alone does not tell."""
+
+
+def ids_by_site(config: LoraConfig, embed: str, head: str) -> dict[Site, tuple[int, ...]]:
+    """The tokens of the embedding and the head, of which `embed` and `head` are PEFT's names.
+
+    Raises AdapterInvalid if a name ends neither of them.
+    """
+    found: dict[Site, tuple[int, ...]] = {}
+    for name, ids in config.trainable_token_indices:
+        site = EMBED if not name or embed.endswith(name) else HEAD if head.endswith(name) else None
+        if site is None or site in found:
+            raise key_invalid(KEY, f"names {name!r:.100}, which is neither embed_tokens nor lm_head")
+        found[site] = ids
+    return found
+
+
+def bind(draft: Draft) -> None:
+    """Bind the rows of either side, over the whole matrices that the file holds."""
+    config, names = draft.config, draft.names
+    ids = ids_by_site(config, names.module(EMBED), names.module(HEAD))
+    if not ids:
+        return
+    is_shared = draft.is_tied and EMBED in ids and ids.get(HEAD, ids[EMBED]) == ids[EMBED]
+    if draft.is_tied and config.ensure_weight_tying and len(ids) == 2 and not is_shared:
+        raise key_invalid(KEY, "names different tokens for embed_tokens and lm_head, with ensure_weight_tying")
+    _check_others(draft, ids, is_shared)
+    bind_base_rows(draft, draft.take(EMBED, _BENEATH), draft.take(HEAD, _BENEATH))
+    if is_shared:
+        draft.leave_unread(HEAD, _ROWS)
+        rows = _rows(draft, EMBED, ids[EMBED])
+        by_site = {EMBED: rows, HEAD: rows}
+    else:
+        by_site = {site: _rows(draft, site, tokens) for site, tokens in ids.items()}
+    if EMBED in by_site:
+        draft.embed = draft.embed._replace(rows=by_site[EMBED], grown=draft.embed.rows)
+    if HEAD in by_site:
+        draft.head = draft.head._replace(rows=by_site[HEAD], grown=draft.head.rows)
+
+
+def _rows(draft: Draft, site: Site, ids: tuple[int, ...]) -> RowsBinding:
+    if max(ids) >= draft.vocab:
+        raise key_invalid(KEY, f"names token {max(ids)}; the embedding has {draft.vocab} rows")
+    tensor = draft.require(site, _ROWS, reason="trainable_token_indices promises it")
+    draft.check_shape(tensor, len(ids), draft.model.hidden_size)
+    return RowsBinding(tensor, ids, "trainable_tokens")
+
+
+def _check_others(draft: Draft, ids: Mapping[Site, tuple[int, ...]], is_shared: bool) -> None:
+    """The same rows cannot be trained in two ways."""
+    for site in ids:
+        name = draft.names.module(site)
+        if is_saved(draft, site):
+            raise key_invalid(KEY, f"cannot be used on {name} with modules_to_save")
+        if (draft.embed if site == EMBED else draft.head).a is not None:
+            raise key_invalid(KEY, f"cannot be used on {name} with LoRA on it")
+    if is_shared and draft.config.use_dora and draft.head.a is not None:
+        raise key_invalid(KEY, "cannot be used with DoRA of lm_head on a base model that ties it to embed_tokens")
+    if is_shared and is_saved(draft, HEAD):
+        raise key_unsupported(KEY, "with lm_head in modules_to_save it is not served on a base model that ties the two")

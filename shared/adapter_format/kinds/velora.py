@@ -1,0 +1,32 @@
+"""VeLoRA compresses activations while it trains; what it leaves is a plain LoRA, and a buffer that nothing reads."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared.adapter_format.draft import Draft
+from shared.adapter_format.lora_config import LoraConfig
+from shared.adapter_format.names import HEAD, linear_site
+from shared.adapter_format.reasons import key_invalid
+from shared.adapter_format.values import Field, is_nothing, used
+
+KEY = "velora_config"
+
+
+def _read(_: str, value: Any) -> bool:
+    return not is_nothing(value)
+
+
+FIELDS: Mapping[str, Field] = {KEY: used(None, _read)}
+
+
+def check(config: LoraConfig) -> None:
+    """PEFT has one forward pass for each variant, and none for two."""
+    if config.velora_config and config.use_dora:
+        raise key_invalid(KEY, "cannot be used with use_dora")
+
+
+def bind(draft: Draft) -> None:
+    """Leave the buffers of adapted modules."""
+    if draft.config.velora_config:
+        for site in [*(linear_site(module.layer, module.module) for module in draft.modules), HEAD]:
+            draft.leave_unread(site, "lora_velora_embed")

@@ -1,0 +1,101 @@
+"""Fields of adapter_config.json, and how the values of those that count are read."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from shared.adapter_format.reasons import key_invalid, key_unsupported
+
+MAX_RANK = 512
+MAX_ENTRIES = 4096
+LARGEST_ALPHA = 1e12
+LARGEST_TOKEN = 1 << 24
+
+
+class Field(NamedTuple):
+    """One field, its default in PEFT's LoraConfig, and how it is treated.
+
+    used: `read(key, value)` gives what `LoraConfig` holds under the same name.
+    informational: does not change what a saved adapter computes.
+    refused: changes it in a way that is not served. Must be the default, or null, false or empty; else `advice`.
+    """
+
+    default: Any
+    treatment: Literal["used", "informational", "refused"]
+    read: Callable[[str, Any], Any] | None = None
+    advice: str = ""
+
+
+def used(default: Any, read: Callable[[str, Any], Any]) -> Field:
+    return Field(default, "used", read)
+
+
+def informational(default: Any) -> Field:
+    return Field(default, "informational")
+
+
+def refused(default: Any, advice: str) -> Field:
+    return Field(default, "refused", advice=advice)
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether a field of this value asks for nothing."""
+    return value is None or value is False or value in ("", [], {})
+
+
+def rank(key: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise key_invalid(key, f"must be a whole number from 1, is {value!r:.60}")
+    if value > MAX_RANK:
+        raise key_unsupported(key, f"rank {value} is above the limit of {MAX_RANK}; train with a smaller rank")
+    return value
+
+
+def alpha(key: str, value: Any) -> float:
+    """Alpha 0 is refused: the adapter would silently do nothing."""
+    if type(value) not in (int, float) or value == 0 or not abs(value) < LARGEST_ALPHA:
+        raise key_invalid(key, f"must be a finite number other than zero, is {value!r:.60}")
+    return float(value)
+
+
+def flag(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise key_invalid(key, f"must be true or false, is {value!r:.60}")
+    return value
+
+
+def count(key: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= 1 << 20:
+        raise key_invalid(key, f"must be a whole number from 1, is {value!r:.60}")
+    return value
+
+
+def text(key: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise key_invalid(key, f"must be a string, is {value!r:.60}")
+    return value
+
+
+def names_or_pattern(key: str, value: Any) -> tuple[str, ...] | str:
+    return value if isinstance(value, str) else names(key, value)
+
+
+def names(key: str, value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > MAX_ENTRIES or not all(isinstance(name, str) for name in value):
+        raise key_invalid(key, f"must be a string or a list of at most {MAX_ENTRIES} strings")
+    return tuple(value)
+
+
+def token_ids(key: str, value: Any) -> tuple[int, ...]:
+    """Ids in the order of the file, none of them negative."""
+    if not isinstance(value, list) or not all(type(i) is int and 0 <= i < LARGEST_TOKEN for i in value):
+        raise key_invalid(key, "must be a list of token ids")
+    return tuple(value)
+
+
+def pattern(key: str, value: Any, read: Callable[[str, Any], Any]) -> tuple[tuple[str, Any], ...]:
+    """An object of values by pattern, in the order of the file."""
+    if not isinstance(value, Mapping) or len(value) > MAX_ENTRIES:
+        raise key_invalid(key, f"must be an object of at most {MAX_ENTRIES} patterns")
+    return tuple((source, read(f"{key}.{source}", entry)) for source, entry in value.items())

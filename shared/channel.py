@@ -1,0 +1,106 @@
+"""A client's channel: plaintext or TLS, with a bearer token on each call if there is one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from shared.changing_file import ChangingFile
+from shared.errors import InvalidArgument
+from shared.tls import SYSTEM_CA, client_credentials
+
+MAX_TOKEN_CHARS = 6 << 10  # servers take 8 KiB of metadata
+
+
+@dataclass(frozen=True)
+class ClientIdentity:
+    """How a client shows who it is, and whom it trusts.
+
+    `token`: bearer token. `token_file`: or a file with it, which is read again when it changes.
+    `ca`: PEM file of the CA that signs the servers' certificates, or `system`; any of ca, cert and key means TLS.
+    `cert`, `key`: PEM files of the client's own certificate, for mTLS; they are read once.
+    """
+
+    token: str = field(default="", repr=False)
+    token_file: str = ""
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether connections are TLS."""
+        return bool(self.ca or self.cert or self.key)
+
+
+NOBODY = ClientIdentity()
+
+
+def open_channel(
+    target: str, identity: ClientIdentity = NOBODY, options: Sequence[tuple[str, Any]] = ()
+) -> grpc.aio.Channel:
+    """A channel to `target`. Create it inside a running event loop.
+
+    Raises:
+        InvalidArgument: a file of `identity` cannot be used; names its field.
+    """
+    interceptors = _interceptors(identity)
+    if not identity.is_secure:
+        return grpc.aio.insecure_channel(target, options, interceptors=interceptors)
+    credentials = client_credentials(identity.ca or SYSTEM_CA, identity.cert, identity.key)
+    return grpc.aio.secure_channel(target, credentials, options, interceptors=interceptors)
+
+
+def _interceptors(identity: ClientIdentity) -> list[Any] | None:
+    if identity.token and identity.token_file:
+        raise InvalidArgument.of("token_file", "cannot be given together with token")
+    if identity.token:
+        token = _checked("token", identity.token)
+        return [_BearerUnary(lambda: token), _BearerStream(lambda: token)]
+    if identity.token_file:
+        read = _token_file(identity.token_file).value
+        return [_BearerUnary(read), _BearerStream(read)]
+    return None
+
+
+def _token_file(path: str) -> ChangingFile[str]:
+    def read(content: bytes) -> str:
+        try:
+            return _checked("token_file", content.decode("ascii", errors="replace").strip())
+        except InvalidArgument as error:
+            raise ValueError(error.violations[0].description) from None
+
+    try:
+        return ChangingFile((Path(path).expanduser(),), read)
+    except OSError as error:
+        raise InvalidArgument.of("token_file", f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise InvalidArgument.of("token_file", f"{path} {error}") from None
+
+
+def _checked(name: str, token: str) -> str:
+    if not 1 <= len(token) <= MAX_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
+        raise InvalidArgument.of(name, f"must hold one token: printable ASCII, 1 to {MAX_TOKEN_CHARS} characters")
+    return token
+
+
+def _with_token(details: Any, token: str) -> Any:
+    return details._replace(metadata=grpc.aio.Metadata(*(details.metadata or ()), ("authorization", f"Bearer {token}")))
+
+
+class _BearerUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
+    def __init__(self, token: Callable[[], str]) -> None:
+        self._token = token
+
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await continuation(_with_token(client_call_details, self._token()), request)
+
+
+class _BearerStream(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+    def __init__(self, token: Callable[[], str]) -> None:
+        self._token = token
+
+    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await continuation(_with_token(client_call_details, self._token()), request)

@@ -1,0 +1,66 @@
+"""Serves a Prometheus registry over HTTP in the classic text format 0.0.4, from threads of its own."""
+
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+
+from shared.errors import InvalidArgument
+
+PATH = "/metrics"
+_CLIENT_SECONDS = 10.0  # a client that neither sends nor reads keeps a thread no longer
+
+
+class MetricsServer:
+    """Answers GET /metrics with what `collector` says at that moment. `port` is the one it listens on."""
+
+    def __init__(self, listen: str, collector: Collector) -> None:
+        """Bind `listen` (HOST:PORT, port 0 = any free one) and start.
+
+        Raises:
+            InvalidArgument: the address is taken or not ours (field `metrics_listen`).
+        """
+        host, _, port = listen.rpartition(":")
+        host = host.strip("[]")
+
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            daemon_threads = True
+
+        class Handler(_Handler):
+            source = collector
+
+        try:
+            self._server = Server((host, int(port)), Handler)
+        except (OSError, OverflowError) as error:
+            raise InvalidArgument.of("metrics_listen", f"cannot listen on {listen}: {error}") from error
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    source: Collector
+    server_version = "loraplex"
+    timeout = _CLIENT_SECONDS
+
+    def do_GET(self) -> None:
+        if urlsplit(self.path).path != PATH:
+            self.send_error(404)
+            return
+        body = generate_latest(self.source)
+        self.send_response(200)
+        self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Scrapes are not logged."""

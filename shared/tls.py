@@ -1,0 +1,98 @@
+"""TLS: a server's credentials, which follow their files, and a client's."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+
+from shared.changing_file import ChangingFile
+from shared.errors import InvalidArgument
+
+SYSTEM_CA = "system"
+
+
+def server_credentials(cert: str, key: str, client_ca: str = "") -> grpc.ServerCredentials:
+    """Credentials from PEM files. Each new connection is made with what they hold then; open ones stay.
+
+    A certificate and key that do not belong together yet, for they are replaced one after the other, wait for each
+    other. With `client_ca` clients must have a certificate that it signed.
+
+    Raises:
+        InvalidArgument: the files cannot be used; names the setting.
+    """
+    paths = tuple(Path(path).expanduser() for path in (cert, key, client_ca) if path)
+    try:
+        files = ChangingFile(paths, _configuration)
+    except OSError as error:
+        raise InvalidArgument.of("tls_cert", f"{error.filename} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise InvalidArgument.of("tls_cert", f"{cert}, {key}: {error}") from None
+    given = [files.value()]
+
+    def changed() -> Any:
+        """Called before each handshake, in a thread of gRPC's; None: as before."""
+        if (now := files.value()) is given[0]:
+            return None
+        given[0] = now
+        return now
+
+    return grpc.dynamic_ssl_server_credentials(given[0], changed, bool(client_ca))
+
+
+def client_credentials(ca: str = SYSTEM_CA, cert: str = "", key: str = "") -> grpc.ChannelCredentials:
+    """Credentials of a client that trusts the certificates of the PEM file `ca`, or of the system, and shows its own.
+
+    Raises:
+        InvalidArgument: a file cannot be used; names the argument.
+    """
+    if bool(cert) != bool(key):
+        raise InvalidArgument.of("cert" if key else "key", "cert and key go together")
+    roots = None if ca == SYSTEM_CA else _read("ca", ca)
+    chain, private = (_read("cert", cert), _read("key", key)) if cert else (None, None)
+    try:
+        if roots is not None:
+            x509.load_pem_x509_certificates(roots)
+        if chain is not None and private is not None:
+            _configuration(chain, private)
+    except ValueError as error:
+        raise InvalidArgument.of("cert" if cert else "ca", str(error)) from None
+    return grpc.ssl_channel_credentials(roots, private, chain)
+
+
+def _configuration(chain: bytes, key: bytes, client_ca: bytes | None = None) -> Any:
+    """What gRPC makes a connection with.
+
+    Raises:
+        ValueError: it would refuse these.
+    """
+    certificates = _certificates(chain)
+    try:
+        private = load_pem_private_key(key, None)
+    except (ValueError, TypeError):
+        raise ValueError("the key is no PEM private key without a password") from None
+    if _public(certificates[0]) != private.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo):
+        raise ValueError("the certificate is not that of the key")
+    if client_ca is not None:
+        _certificates(client_ca)
+    return grpc.ssl_server_certificate_configuration([(key, chain)], client_ca)
+
+
+def _certificates(content: bytes) -> Sequence[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(content)
+    except ValueError:
+        raise ValueError("there is no PEM certificate") from None
+
+
+def _public(certificate: x509.Certificate) -> bytes:
+    return certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def _read(name: str, path: str) -> bytes:
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise InvalidArgument.of(name, f"{path} cannot be read: {error.strerror}") from None

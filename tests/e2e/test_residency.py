@@ -1,0 +1,113 @@
+"""PRELOAD and PINNED reach replicas, present and future, and outlive them; the registry tells the truth about it."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.field_mask_pb2 import FieldMask
+
+from loraplex import Client
+from loraplex.inference.v1 import control_pb2
+from loraplex.registry.v1 import registry_pb2, resources_pb2
+from shared.errors import LoraplexError
+from tests.e2e.processes import kill, processes_of
+from tests.e2e.tiny_stack import TinyWorld, register_content
+
+SECONDS = 40.0
+ON_DEMAND = [("one", "ON_DEMAND")]
+GPU = control_pb2.LoadedAdapter.LEVEL_GPU
+
+
+async def set_residency(client: Client, name: str, residency: Any) -> None:
+    adapter = resources_pb2.Adapter(name=f"namespaces/default/adapters/{name}", residency=residency)
+    request = registry_pb2.UpdateAdapterRequest(adapter=adapter, update_mask=FieldMask(paths=["residency"]))
+    await client.call(client.registry.UpdateAdapter(request))
+
+
+async def serving(client: Client, name: str) -> resources_pb2.ServingStatus:
+    request = registry_pb2.GetAdapterRequest(name=f"namespaces/default/adapters/{name}")
+    return (await client.call(client.registry.GetAdapter(request))).serving
+
+
+async def until(client: Client, name: str, is_so: Callable[[resources_pb2.ServingStatus], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    status: Any = None
+    while not (isinstance(status, resources_pb2.ServingStatus) and is_so(status)):
+        assert time.monotonic() < deadline, status
+        await asyncio.sleep(0.1)
+        try:
+            status = await serving(client, name)
+        except LoraplexError as error:  # the channel has not found the registry again
+            status = error
+
+
+def is_ready(status: resources_pb2.ServingStatus) -> bool:
+    return (status.ready_replicas, status.target_replicas) == (1, 1)
+
+
+async def loaded(client: Client) -> dict[str, bool]:
+    """What is on the device, and whether it is pinned."""
+    request = control_pb2.ListLoadedAdaptersRequest()
+    found = (await client.call(client.control.ListLoadedAdapters(request))).adapters
+    return {a.adapter_version.split("/")[3]: a.pinned for a in found if a.level == GPU}
+
+
+async def test_residency_outlives_processes_and_services(world: TinyWorld, tmp_path: Path) -> None:
+    pinned, preloaded, other = world.contents[:3]
+    async with world.serving(tmp_path, "--replica-name=one", names=[pinned, preloaded, other]) as (stack, client):
+        await until(client, pinned, lambda status: [(w.replica, w.reason) for w in status.not_ready] == ON_DEMAND)
+        await set_residency(client, pinned, resources_pb2.Adapter.RESIDENCY_PINNED)
+        await set_residency(client, preloaded, resources_pb2.Adapter.RESIDENCY_PRELOAD)
+        for name in (pinned, preloaded):
+            await until(client, name, is_ready)
+        await until_loaded(client, {pinned: True, preloaded: False})
+
+        for role in ("engine", "adapters"):  # each is started again, and gets everything again
+            (process,) = processes_of(stack, role)
+            kill(process)
+            await until_loaded(client, {pinned: True, preloaded: False})
+
+        await stack.inference.stop()
+        await until(client, pinned, lambda status: status.target_replicas == 0)  # its lease is over
+        await stack.inference.start()
+        await stack.inference.ready(SECONDS)
+        assert await loaded(client) == {pinned: True, preloaded: False}  # readiness has waited for them
+
+        await stack.registry.stop()
+        await stack.registry.start()
+        await stack.registry.ready(SECONDS)
+        await until(client, pinned, lambda status: status.target_replicas == 1)  # it still knows of the replica
+        await register_content(client, pinned, world.contents[3])
+        await until(client, pinned, lambda status: is_ready(status) and status.versions[0].version == 2)
+        await set_residency(client, pinned, resources_pb2.Adapter.RESIDENCY_ON_DEMAND)
+        await until_loaded(client, {preloaded: False})
+
+
+async def until_loaded(client: Client, wanted: dict[str, bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    found: Any = None
+    while found != wanted:
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.2)
+        try:
+            found = await loaded(client)
+        except LoraplexError as error:
+            found = error
+
+
+async def test_readiness_is_not_held_up_for_ever(world: TinyWorld, tmp_path: Path) -> None:
+    """The adapter's files are gone: the replica serves all the same, and the registry says why it is not ready."""
+    content = world.contents[4]
+    async with world.serving(tmp_path, "--residency-wait=20") as (stack, client):
+        folder = world.copy(content, tmp_path)
+        await register_content(client, "lost", content, root="copies")
+        await stack.inference.stop()
+        for file in folder.iterdir():
+            file.unlink()
+        await set_residency(client, "lost", resources_pb2.Adapter.RESIDENCY_PINNED)
+        await stack.inference.start()
+        await stack.inference.ready(SECONDS)
+        await until(client, "lost", lambda status: len(status.not_ready) == 1)
+        assert (await serving(client, "lost")).not_ready[0].reason == "SOURCE_NOT_FOUND"

@@ -1,0 +1,47 @@
+"""What the engine refuses to compute, whoever asks."""
+
+import pytest
+
+from inference_service.engine.sequence import check_spec
+from inference_service.types import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKENS, GenerateSpec, Sampling, Stop
+from shared.errors import InvalidArgument
+
+VOCAB, LONGEST = 10_000, 16
+
+
+def spec(*, prompt=(1,), stop=(), bias=(), logprobs=None, prompt_logprobs=None, max_tokens=4):
+    return GenerateSpec(
+        "r", list(prompt), Sampling(logit_bias=dict.fromkeys(bias, 1.0)), Stop(max_tokens, token_ids=tuple(stop)),
+        logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("prompt", {"prompt": ()}),
+        ("prompt", {"prompt": range(LONGEST)}),
+        ("prompt.token_ids", {"prompt": (VOCAB,)}),
+        ("sampling.logit_bias", {"bias": (VOCAB,)}),
+        ("sampling.logit_bias", {"bias": range(MAX_LOGIT_BIASES + 1)}),
+        ("stop.token_ids", {"stop": (-1,)}),
+        ("stop.token_ids", {"stop": range(MAX_STOP_TOKENS + 1)}),
+        ("logprobs", {"logprobs": MAX_LOGPROBS + 1}),
+        ("prompt_logprobs", {"prompt_logprobs": MAX_LOGPROBS + 1}),
+    ],
+)
+def test_names_the_field(field, options):
+    with pytest.raises(InvalidArgument) as caught:
+        check_spec(spec(**options), VOCAB, LONGEST)
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_takes_the_most_of_everything():
+    check_spec(
+        spec(
+            prompt=range(LONGEST - 1), bias=range(MAX_LOGIT_BIASES), stop=range(MAX_STOP_TOKENS),
+            logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS,
+        ),
+        VOCAB, LONGEST,
+    )  # fmt: skip
+    check_spec(spec(prompt=range(LONGEST), max_tokens=0), VOCAB, LONGEST)

@@ -1,0 +1,271 @@
+"""What a scrape says, over HTTP and as Prometheus reads it: of a snapshot, and of a running replica."""
+
+import asyncio
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from examples.stack import Stack, register, wait_for_base_model
+from inference_service.metrics import ReplicaCollector, Snapshot
+from inference_service.metrics_feed import FORGET_NAMES_SECONDS, AdapterNames, ApiReports
+from inference_service.request_stats import ApiReport, RequestMeter, RequestStats, add_up
+from inference_service.stats import AdapterStats, EngineStats, Seconds, TokenCounts, Usage
+from inference_service.types import MemoryBudget, ResidentAdapter, SequenceDelta, StagedAdapter, Started
+from shared.base_model import MODULES, parse_config
+from shared.errors import AdapterUnloaded, InvalidArgument
+from shared.metrics import MetricsServer
+from tests.bench.random_adapters import write_adapters
+from tests.inference_service.serving_fakes import raw_config
+
+
+def some(cls, **known):
+    """A struct of zeros but for what is `known`."""
+    zero = {"int": 0, "float": 0.0, "Usage": Usage(0, 0), "TokenCounts": TokenCounts()}
+    values = {}
+    for name in cls.__struct_fields__:
+        kind = str(getattr(cls.__annotations__[name], "__name__", cls.__annotations__[name]))
+        values[name] = zero.get(kind, {} if kind.startswith("dict") else [])
+    return cls(**(values | known))
+
+
+def seconds(*durations: float) -> Seconds:
+    histogram = Seconds()
+    for duration in durations:
+        histogram.add(duration)
+    return histogram
+
+
+FULL = Snapshot(
+    model="tiny",
+    max_adapters=4,
+    engine=some(
+        EngineStats, num_running=3, num_waiting=2, kv_blocks=Usage(25, 100), block_size=16, arena=Usage(700, 1000),
+        arena_pinned_bytes=100, load_seconds={"total": seconds(0.02, 70.0), "copy": seconds(0.02)},
+        adapters_waiting=["c"], evictions={"bytes": 2}, prefix_tokens_queried=40, prefix_tokens_hit=30,
+    ),
+    memory=MemoryBudget(total=100, weights=10, kv_cache=50, num_blocks=5),
+    residents=(ResidentAdapter("a", 300, 8, True, 0), ResidentAdapter("b", 400, 8, False, 2)),
+    adapters=some(AdapterStats, host=Usage(50, 100), host_held_bytes=20, disk=Usage(1, 5)),
+    in_host=frozenset({"c"}),
+    names={"a": ("pirate", "pirate@2"), "b": ("pirate",), "c": ("acme/poet",)},
+)  # fmt: skip
+
+
+class Scrape:
+    """Samples of one GET by name."""
+
+    def __init__(self, port: int) -> None:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            self.content_type = answer.headers["Content-Type"]
+            self.text = answer.read().decode()
+        self.samples: dict[str, list[Sample]] = {}
+        for family in text_string_to_metric_families(self.text):
+            for sample in family.samples:
+                self.samples.setdefault(sample.name, []).append(sample)
+
+    def one(self, name: str) -> Sample:
+        (sample,) = self.samples[name]
+        return sample
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        return {sample.labels[label]: sample.value for sample in self.samples.get(name, [])}
+
+
+@pytest.fixture
+def snapshots() -> list[Snapshot]:
+    return [FULL]
+
+
+@pytest.fixture
+def port(snapshots: list[Snapshot]) -> Iterator[int]:
+    server = MetricsServer("127.0.0.1:0", ReplicaCollector(lambda: snapshots[-1], lambda: 1234.5))
+    yield server.port
+    server.close()
+
+
+def test_what_a_gateway_reads(port: int) -> None:
+    scrape = Scrape(port)
+    assert scrape.content_type == "text/plain; version=0.0.4; charset=utf-8"
+    assert scrape.one("vllm:num_requests_waiting").value == 2
+    assert scrape.one("vllm:num_requests_running").value == 3
+    assert scrape.one("vllm:kv_cache_usage_perc").value == 0.25
+    assert scrape.one("vllm:cache_config_info").labels == {"block_size": "16", "num_gpu_blocks": "100"}
+    info = scrape.one("vllm:lora_requests_info")
+    assert info.value == 1234.5
+    assert info.labels == {
+        "max_lora": "4",
+        "running_lora_adapters": "pirate,pirate@2",
+        "waiting_lora_adapters": "acme/poet",
+    }
+    assert scrape.one("vllm:num_gpu_loaded_lora_adapters").value == 2
+    assert scrape.one("vllm:max_gpu_lora_adapters").value == 4
+    loaded = {tuple(sample.labels.values()) for sample in scrape.samples["vllm:lora_adapter_loaded"]}
+    assert loaded == {("pirate", "gpu", "true"), ("pirate@2", "gpu", "true"), ("acme/poet", "cpu", "false")}
+
+
+def test_histograms_are_cumulative(port: int) -> None:
+    scrape = Scrape(port)
+    buckets = scrape.by("vllm:lora_adapter_load_seconds_bucket", "le")
+    assert (buckets["0.01"], buckets["0.025"], buckets["60.0"], buckets["+Inf"]) == (0, 1, 1, 2)
+    assert scrape.one("vllm:lora_adapter_load_seconds_count").value == 2
+    assert scrape.one("vllm:lora_adapter_load_seconds_sum").value == pytest.approx(70.02)
+
+
+def test_memory_is_stated_and_adds_up(port: int) -> None:
+    scrape = Scrape(port)
+    assert sum(scrape.by("loraplex_memory_bytes", "kind").values()) == 100
+    assert scrape.by("loraplex_arena_bytes", "state") == {"used": 600, "pinned": 100, "free": 300}
+    assert scrape.by("loraplex_host_bytes", "state") == {"used": 30, "held": 20, "free": 50}
+
+
+def test_old_label_sets_vanish_and_a_dead_engine_says_nothing(port: int, snapshots: list[Snapshot]) -> None:
+    Scrape(port)
+    snapshots.append(Snapshot("tiny", 4, some(EngineStats, adapters_waiting=[])))
+    scrape = Scrape(port)
+    assert scrape.one("vllm:lora_requests_info").labels["running_lora_adapters"] == ""
+    assert "vllm:lora_adapter_loaded" not in scrape.samples
+    snapshots.append(Snapshot("tiny", 4))
+    scrape = Scrape(port)
+    assert "vllm:num_requests_waiting" not in scrape.samples
+    assert scrape.by("loraplex_up", "process") == {"engine": 0, "adapters": 0}
+    assert scrape.one("vllm:max_gpu_lora_adapters").value == 4
+    assert scrape.one("vllm:num_gpu_loaded_lora_adapters").value == 0
+
+
+def test_only_metrics_are_served_and_a_taken_address_is_told(port: int) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10)
+    with pytest.raises(InvalidArgument, match="metrics_listen"):
+        MetricsServer(f"127.0.0.1:{port}", ReplicaCollector(lambda: FULL))
+
+
+def test_a_request_is_counted_however_it_ends() -> None:
+    meter = RequestMeter()
+    arrival = time.monotonic()
+    with meter.stream(arrival, 7) as times:
+        times.observe(Started("r", 0, 0.25, 0.5))
+        times.observe(SequenceDelta("r", 0, [1]))
+        times.observe(SequenceDelta("r", 0, [2, 3, 4], None, "length"))
+    with pytest.raises(AdapterUnloaded), meter.stream(arrival, 1):
+        raise AdapterUnloaded("gone")
+    with pytest.raises(asyncio.CancelledError), meter.stream(arrival, 1):
+        raise asyncio.CancelledError
+    stats = add_up([meter.stats, meter.stats])
+    assert stats.finished == {"length": 2, "error": 2, "abort": 2}
+    assert (stats.tokens.prompt, stats.tokens.generated) == (18, 8)
+    assert (stats.first_token.count, stats.inter_token.count, stats.total.count) == (2, 6, 6)
+    assert (stats.queue.sum, stats.decode.count) == (1.5, 2)
+    assert stats.inference.sum == pytest.approx(stats.prefill.sum + stats.decode.sum)
+
+
+def test_names_are_those_lately_asked_for() -> None:
+    names = AdapterNames()
+    for number in range(9):
+        names.add("a", [f"n{number}"], now=float(number))
+    names.add("b", ["other"], now=0.0)
+    staged = [StagedAdapter("namespaces/acme/adapters/poet/versions/2", d, "HOST", 8, 1) for d in ("a", "c")]
+    assert names.all(staged) == {"a": tuple(f"n{n}" for n in range(1, 9)), "b": ("other",), "c": ("acme/poet",)}
+    names.forget({"a"}, FORGET_NAMES_SECONDS + 1)
+    assert set(names.all([])) == {"a"}
+
+
+def test_counts_of_processes_that_ended_stay(caplog: pytest.LogCaptureFixture) -> None:
+    reports = ApiReports()
+    for pid, count in ((1, 5), (2, 7), (1, 6)):
+        stats = {"tokens": {"prompt": 0, "generated": count}}
+        reports.hear(json.dumps({"pid": pid, "stats": stats, "references": {"a": ["x"]}}))
+    reports.hear("nonsense")
+    assert "malformed report" in caplog.text
+    assert reports.total().tokens.generated == 13
+
+
+def metrics_port(log: Path) -> int:
+    found = re.search(r'"message": "metrics", "port": (\d+)', log.read_text())
+    assert found
+    return int(found[1])
+
+
+async def until(condition, seconds: float = 20.0):
+    async with asyncio.timeout(seconds):
+        while not (found := await asyncio.to_thread(condition)):  # noqa: ASYNC110 - another process makes it true
+            await asyncio.sleep(0.1)
+    return found
+
+
+async def test_a_running_replica_of_random_weights(tmp_path: Path) -> None:
+    """The whole stack, with weights of a shape and no checkpoint; what it did is seen over HTTP."""
+    model = tmp_path / "Tiny-Shape"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(raw_config()))
+    flags = ["--load-format=dummy", "--dummy-seed=3", "--kv-cache-memory=1MiB", "--adapter-memory=1MiB"]
+    async with Stack(tmp_path, model=model, flags=flags, roots={"x": tmp_path}) as stack, stack.client() as client:
+        await wait_for_base_model(client, "baseModels/tiny-shape")
+        port = metrics_port(tmp_path / "inference.log")
+        stop = {"max_tokens": 5, "ignore_eos": True}
+        answers = [[event async for event in client.generate([1, 2, 3], temperature=0, stop=stop)] for _ in range(2)]
+        assert [list(e.delta.token_ids) for e in answers[0]] == [list(e.delta.token_ids) for e in answers[1]]
+        count = 'vllm:request_success_total{finished_reason="length",model_name="tiny-shape"} 2.0'
+        await until(lambda: count in Scrape(port).text)
+        scrape = Scrape(port)
+        assert scrape.one("vllm:generation_tokens_total").value == 10
+        assert scrape.one("vllm:prompt_tokens_total").value == 6
+        assert scrape.one("vllm:time_to_first_token_seconds_count").value == 2
+        assert scrape.one("vllm:inter_token_latency_seconds_count").value == 8
+        assert scrape.one("vllm:num_requests_running").value == 0
+        assert scrape.by("loraplex_up", "process") == {"engine": 1, "adapters": 1}
+        assert scrape.by("loraplex_memory_bytes", "kind")["adapter_arena"] == 1 << 20
+        assert scrape.by("loraplex_memory_bytes", "kind")["weights"] > 0
+        assert "device memory in MiB: weights" in (tmp_path / "inference.log").read_text()
+
+
+async def test_a_resident_adapter_is_listed_as_clients_call_it(tmp_path: Path) -> None:
+    model = tmp_path / "tiny"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(raw_config()))
+    write_adapters(tmp_path / "root", ["pirate", "poet"], parse_config(raw_config()), 4, MODULES)
+    flags = ["--load-format=dummy", "--adapter-memory=1MiB", "--max-adapters=1", "--host-memory=1MiB"]
+    roots = {"root": tmp_path / "root"}
+    async with Stack(tmp_path, model=model, flags=flags, roots=roots) as stack, stack.client() as client:
+        await wait_for_base_model(client, "baseModels/tiny")
+        port = metrics_port(tmp_path / "inference.log")
+
+        async def ask(reference: str) -> None:
+            async for _ in client.generate([1, 2, 3], adapter=reference, temperature=0, stop={"max_tokens": 1}):
+                pass
+
+        for name in ("pirate", "poet"):
+            await register(client, name, f"file://root/{name}", "baseModels/tiny")
+        for reference in ("pirate", "pirate@1", "namespaces/default/adapters/pirate"):
+            await ask(reference)
+
+        def residents() -> str:
+            info = Scrape(port).samples.get("vllm:lora_requests_info")
+            return info[0].labels["running_lora_adapters"] if info else ""
+
+        await until(lambda: residents() == "pirate,pirate@1,namespaces/default/adapters/pirate")
+        await ask("poet")
+        await until(lambda: residents() == "poet")
+        scrape = Scrape(port)
+        assert scrape.one("vllm:num_gpu_loaded_lora_adapters").value == 1
+        assert scrape.by("loraplex_adapter_evictions_total", "reason")["slots"] == 1
+        assert scrape.one("vllm:lora_adapter_load_seconds_count").value == 2
+        levels = {(s.labels["adapter_name"], s.labels["level"]) for s in scrape.samples["vllm:lora_adapter_loaded"]}
+        assert {("poet", "gpu"), ("poet", "cpu"), ("pirate", "cpu")} <= levels
+
+
+def test_reports_survive_encoding() -> None:
+    meter = RequestMeter()
+    meter.name("a", "pirate")
+    report = msgspec.json.decode(msgspec.json.encode(meter.report()), type=ApiReport)
+    assert report.references == {"a": ["pirate"]}
+    assert report.stats == RequestStats()
+    assert meter.report().references == {}

@@ -1,0 +1,135 @@
+"""Adapters that must be refused: what PEFT saves and cannot be served, and files that contradict themselves."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import IA3Config, KasaConfig
+
+from tests.kinds import files
+
+Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
+CONVERT = "loraplex adapter convert"
+UNSUPPORTED, INVALID = "UNSUPPORTED_ADAPTER", "ADAPTER_INVALID"
+
+
+class Refusal(NamedTuple):
+    """PEFT saves an adapter with the keys `config` of LoraConfig (or another config), `edit` changes its folder.
+
+    Registering it fails with `reason`, one of several with | between them. The message or what comes with it says all
+    of `says`: what is wrong and what can be done.
+    """
+
+    reason: str
+    says: tuple[str, ...]
+    config: Any = {}  # noqa: RUF012 - never changed
+    edit: Callable[[Path], object] = lambda folder: folder
+
+
+def by_key(key: str, value: object, *says: str, reason: str = UNSUPPORTED) -> Refusal:
+    """A good adapter whose adapter_config.json has another value."""
+    return Refusal(reason, (key, *says), edit=files.changed(**{key: value}))
+
+
+def by_tensors(change: Callable[[dict[str, torch.Tensor]], object], *says: str, reason: str = INVALID) -> Refusal:
+    """A good adapter whose tensors are changed in place."""
+    return Refusal(reason, says, edit=files.tensors(change))
+
+
+def _stack_of_experts(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["base_model.model.model.layers.0.mlp.experts.lora_A.weight"] = torch.ones(8, 64)
+
+
+def _not_promised(tensors: dict[str, torch.Tensor]) -> None:
+    name = Q0.replace("q_proj", "k_proj")
+    tensors |= {f"{name}.lora_A.weight": torch.ones(8, 64), f"{name}.lora_B.weight": torch.ones(32, 8)}
+
+
+def _pickled(folder: Path) -> None:
+    (folder / files.WEIGHTS).unlink()
+    torch.save({f"{Q0}.lora_A.weight": torch.ones(8, 64)}, folder / "adapter_model.bin")
+
+
+def _in_shards(folder: Path) -> None:
+    (folder / files.WEIGHTS).rename(folder / "adapter_model-00001-of-00002.safetensors")
+
+
+def _moved(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[new] = tensors.pop(old)
+
+    return change
+
+
+def _set(name: str, value: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({name: value})
+
+
+def _without(name: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+NAN = torch.full((8, 64), torch.nan)
+
+REFUSALS: dict[str, Refusal] = {
+    # ---- against a modified base model
+    "pissa": Refusal(UNSUPPORTED, ("init_lora_weights", "pissa", CONVERT), {"init_lora_weights": "pissa"}),
+    "olora": Refusal(UNSUPPORTED, ("init_lora_weights", "olora", CONVERT), {"init_lora_weights": "olora"}),
+    "kasa": Refusal(UNSUPPORTED, ("kasa_config", CONVERT), {"kasa_config": KasaConfig()}),
+    "pissa_niter": Refusal(
+        UNSUPPORTED, ("init_lora_weights", "path_initial_model_for_weight_conversion"),
+        {"init_lora_weights": "pissa_niter_4"},
+    ),
+    "corda": by_key("init_lora_weights", "corda", "path_initial_model_for_weight_conversion"),
+    "loftq": by_key("init_lora_weights", "loftq"),
+    "lora_ga": by_key("init_lora_weights", "lora_ga", "path_initial_model_for_weight_conversion"),
+    "an unknown initialisation": by_key("init_lora_weights", "better", "gaussian"),
+    # ---- what is no LoRA on this model
+    "ia3": Refusal(
+        UNSUPPORTED, ("peft_type", "IA3", "LORA"),
+        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    ),
+    "monteclora": by_key("monteclora_config", {"num_samples": 4}, "plain LoRA"),
+    "arrow": by_key("arrow_config", {"top_k": 2}, "routes"),
+    "layer_replication": by_key("layer_replication", [[0, 2], [1, 3]], "without"),
+    "target_parameters": by_key("target_parameters", ["mlp.experts.gate_up_proj"], "target_modules"),
+    "experts": by_tensors(_stack_of_experts, "experts.lora_A", reason=UNSUPPORTED),
+    "fan_in_fan_out": by_key("fan_in_fan_out", True, "false"),
+    "an unknown key": by_key("frobnicate", {"a": 1}, "remove"),
+    "a saved linear": Refusal(UNSUPPORTED, ("modules_to_save", "o_proj"), {"modules_to_save": ["o_proj"]}),
+    "rank above the limit": Refusal(UNSUPPORTED, ("rank 600", "512"), {"r": 600}),
+    "pickle": Refusal(UNSUPPORTED, ("adapter_model.bin", "safe_serialization"), edit=_pickled),
+    "in shards": Refusal(UNSUPPORTED, ("00001-of-00002", files.WEIGHTS), edit=_in_shards),
+    "float64": by_tensors(
+        lambda tensors: tensors.update({name: tensor.double() for name, tensor in tensors.items()}),
+        "F64", "float32", reason=UNSUPPORTED,
+    ),
+    # ---- files that contradict themselves or the model
+    "rank by pattern": by_key("rank_pattern", {"q_proj": 4}, "lora_A", "has rank 8", "says 4", reason=INVALID),
+    "a tensor left over": by_tensors(
+        _set("base_model.model.model.layers.0.mlp.router.weight", torch.ones(2, 64)), "router.weight"
+    ),
+    "a module that is not promised": by_tensors(_not_promised, "k_proj", "target_modules"),
+    "a module that is missing": by_tensors(
+        lambda tensors: [tensors.pop(f"{Q0}.lora_{side}.weight") for side in "AB"], "q_proj", "missing"
+    ),
+    "no lora_B": by_tensors(_without(f"{Q0}.lora_B.weight"), "q_proj", "lora_B"),
+    "an empty tensor": by_tensors(_set(f"{Q0}.lora_A.weight", torch.ones(0)), Q0, "gather"),
+    "a flat tensor": by_tensors(_set(f"{Q0}.lora_B.weight", torch.ones(512)), Q0, "gather"),
+    "a layer too many": by_tensors(
+        _moved(f"{Q0}.lora_A.weight", f"{Q0.replace('layers.0', 'layers.3')}.lora_A.weight"), "layers.3", "0 to 2"
+    ),
+    "a wider base model": by_tensors(_set(f"{Q0}.lora_A.weight", torch.ones(8, 65)), Q0, "[8, 65]"),
+    "named in two ways": by_tensors(
+        _moved(f"{Q0}.lora_A.weight", f"{Q0.removeprefix('base_model.model.')}.lora_A.weight"), "q_proj"
+    ),
+    "nan": by_tensors(_set(f"{Q0}.lora_A.weight", NAN), Q0, "NaN"),
+    "alpha of zero": by_key("lora_alpha", 0, "zero", reason=INVALID),
+    "dora without magnitudes": by_key("use_dora", True, reason=f"{INVALID}|{UNSUPPORTED}"),
+    "magnitudes without dora": Refusal(
+        f"{INVALID}|{UNSUPPORTED}", ("use_dora",), {"use_dora": True}, files.changed(use_dora=False)
+    ),
+    "biases that are not there": by_key("lora_bias", True, reason=f"{INVALID}|{UNSUPPORTED}"),
+    "tokens that are not there": by_key("trainable_token_indices", [3, 4], reason=f"{INVALID}|{UNSUPPORTED}"),
+}  # fmt: skip
