@@ -55,7 +55,7 @@ serve: model
 test: setup-dev lint proto manifests test-py
 
 test-py: setup-dev model
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-faults: setup-dev model
 	$(BIN)/python -m pytest -s -m 'slow or not slow' tests/e2e

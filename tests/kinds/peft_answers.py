@@ -3,7 +3,7 @@
 import copy
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -71,6 +71,7 @@ class PeftAnswers:
 
     model: PeftModel
     base: Path
+    _logits: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def load(cls, base: Path, folder: Path, case: Case) -> "PeftAnswers":
@@ -96,8 +97,11 @@ class PeftAnswers:
 
         Returns also by how much the adapter moves any log-probability of the base model.
         """
-        with torch.inference_mode():
-            logits = self.model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0]  # [tokens, vocabulary]
+        ids = (*prompt, *answer)
+        if ids not in self._logits:  # the same prompt is asked more than once
+            with torch.inference_mode():
+                self._logits[ids] = self.model(input_ids=torch.tensor([ids])).logits[0]
+        logits = self._logits[ids]  # [tokens, vocabulary]
         all_logprobs = torch.log_softmax(logits, -1)
         got = torch.tensor([*prompt_logprobs, *logprobs])
         expected = all_logprobs[:-1].gather(1, torch.tensor([*prompt[1:], *answer])[:, None])[:, 0][-len(got) :]

@@ -24,7 +24,7 @@ PROMPTS = ([250, 3, 200, 17, 90, 41, 5, 9, 31, 60, 7, 8], list(range(100, 133)))
 MAX_TOKENS = 10
 NUM_REQUESTS = 3  # of every case
 FLAGS = (
-    "--dtype=float32", "--device=cpu", "--max-num-seqs=128", "--max-adapters=128", "--max-model-len=128",
+    "--dtype=float32", "--device=cpu", "--threads=1", "--max-num-seqs=128", "--max-adapters=128", "--max-model-len=128",
 )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def slug(name: str) -> str:
 
 
 def one_thread(work: Callable[[], None]) -> None:
-    """Does `work` on one thread of torch: more would only wait for each other over matrices as small as these."""
+    """Does `work` on one thread of torch: more wait for each other longer than these matrices take."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
