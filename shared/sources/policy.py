@@ -110,7 +110,7 @@ def is_below(uri: str, prefix: str) -> bool:
     if any(unquote(segment) in (".", "..") for segment in unquote(uri).replace("\\", "/").split("/")):
         return False
     whole = prefix.rstrip("/")
-    if whole.endswith(":"):  # `s3://`: all of the scheme
+    if "/" not in whole:  # `s3://`: all of the scheme
         return uri.startswith(f"{whole}//")
     # A revision belongs to its repository: hf://org/repo covers hf://org/repo@main. Elsewhere `@` could name a host.
     separators = "/@" if uri.startswith("hf://") else "/"

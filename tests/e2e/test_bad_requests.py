@@ -59,7 +59,7 @@ def bad_requests(client: Client) -> dict[str, tuple[Any, str, str]]:
         "NaN": (ask(top_p=float("nan")), "INVALID_ARGUMENT", "sampling.top_p"),
         "n too large": (ask(n=10_000), "INVALID_ARGUMENT", "sampling.n"),
         "empty stop string": (ask(stop={"strings": [""]}), "INVALID_ARGUMENT", "stop.strings"),
-        "blend": (ask(request={"blend": [{"reference": "pirate", "weight": 1}]}), "UNIMPLEMENTED", "blend"),
+        "blend": (ask(request={"blend": [{"reference": "pirate"}]}), "INVALID_ARGUMENT", "blend[0].weight"),
         "deadline": (ask(timeout=0.01), "DEADLINE_EXCEEDED|DEADLINE_UNREACHABLE", ""),
     }
 

@@ -73,7 +73,7 @@ async def test_residency_outlives_processes_and_services(world: TinyWorld, tmp_p
         await until(client, pinned, lambda status: status.target_replicas == 0)  # its lease is over
         await stack.inference.start()
         await stack.inference.ready(SECONDS)
-        assert await loaded(client) == {pinned: True, preloaded: False}  # readiness has waited for them
+        await until_loaded(client, {pinned: True, preloaded: False})
 
         await stack.registry.stop()
         await stack.registry.start()
@@ -109,5 +109,4 @@ async def test_readiness_is_not_held_up_for_ever(world: TinyWorld, tmp_path: Pat
         await set_residency(client, "lost", resources_pb2.Adapter.RESIDENCY_PINNED)
         await stack.inference.start()
         await stack.inference.ready(SECONDS)
-        await until(client, "lost", lambda status: len(status.not_ready) == 1)
-        assert (await serving(client, "lost")).not_ready[0].reason == "SOURCE_NOT_FOUND"
+        await until(client, "lost", lambda status: [r.reason for r in status.not_ready] == ["SOURCE_NOT_FOUND"])

@@ -151,6 +151,7 @@ def test_bars():
 
 def test_on_a_terminal_it_is_refreshed_until_ctrl_c(servers):
     """A real terminal: the second picture shows what changed after the first."""
+    servers.fake.status = pb.GetReplicaStatusResponse()
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 160, 0, 0))
     command = [sys.executable, "-m", "loraplex.cli.main", "status"]
@@ -170,10 +171,12 @@ def test_on_a_terminal_it_is_refreshed_until_ctrl_c(servers):
 
 
 def _environment():
-    return {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(Path.cwd())}
+    """The terminal's own size counts, not that of whoever runs the tests."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    return {**inherited, "TERM": "xterm-256color", "PYTHONPATH": str(Path.cwd())}
 
 
-def _read_until(terminal, wanted, seconds=20):
+def _read_until(terminal, wanted, seconds=60):
     seen, end = b"", time.monotonic() + seconds
     while wanted not in seen:
         assert time.monotonic() < end, seen

@@ -24,6 +24,8 @@ segments = st.text(st.characters(codec="ascii", exclude_characters="/@\\%", min_
         ("s3://bucket2/a", "s3://bucket", False),
         ("s3://bucket@x/a", "s3://bucket", False),
         ("s3://x/y", "s3://", True),
+        ("s3://:", "s3://:", True),
+        ("s3://:x", "s3://:", False),
         ("hf://x/y", "s3://", False),
         ("hf://org/repo@main/sub", "hf://org/repo", True),
         ("hf://org/repo@main", "hf://org", True),
