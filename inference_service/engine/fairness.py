@@ -31,8 +31,6 @@ from inference_service.engine.sequence import Sequence
 CACHED, PROMPT, OUTPUT = 1, 10, 20
 ALWAYS = -float("inf")
 FORGET_EVERY = 64  # newcomers: how often those that need not be remembered are looked for
-ALWAYS = -float("inf")
-FORGET_EVERY = 64  # newcomers: how often those that need not be remembered are looked for
 
 Place = tuple[int, float, int, int]
 

@@ -50,7 +50,8 @@ def is_ready(status: resources_pb2.ServingStatus) -> bool:
 async def loaded(client: Client) -> dict[str, bool]:
     """What is on the device, and whether it is pinned."""
     request = control_pb2.ListLoadedAdaptersRequest()
-    found = (await client.call(client.control.ListLoadedAdapters(request))).adapters
+    rpc = client.control.ListLoadedAdapters(request, wait_for_ready=True)  # a channel is slow to come back
+    found = (await client.call(rpc)).adapters
     return {a.adapter_version.split("/")[3]: a.pinned for a in found if a.level == GPU}
 
 
@@ -73,7 +74,7 @@ async def test_residency_outlives_processes_and_services(world: TinyWorld, tmp_p
         await until(client, pinned, lambda status: status.target_replicas == 0)  # its lease is over
         await stack.inference.start()
         await stack.inference.ready(SECONDS)
-        await until_loaded(client, {pinned: True, preloaded: False})
+        assert await loaded(client) == {pinned: True, preloaded: False}  # readiness has waited for them
 
         await stack.registry.stop()
         await stack.registry.start()
