@@ -1,6 +1,7 @@
 """Both services as child processes, for the demo, `make serve`, the benchmarks and the end-to-end tests."""
 
 import asyncio
+import random
 import signal
 import socket
 import sys
@@ -23,14 +24,24 @@ REGISTRY_SERVICE = "loraplex.registry.v1.AdapterRegistryService"
 INFERENCE_SERVICE = "loraplex.inference.v1.InferenceService"
 DRAIN_SECONDS = 20.0
 STOP_SECONDS = DRAIN_SECONDS + 20.0
+_PORTS = (10_000, 32_768)  # below Linux's ephemeral ports
 _EAGER = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)]
 
 
 def free_address() -> str:
-    """An address of this machine that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    """An address of this machine that nothing listens on at this moment.
+
+    Its port is one that the kernel never hands out by itself, so that no connection or port 0 of another process
+    takes it before the service listens, or while it restarts.
+    """
+    while True:
+        port = random.randrange(*_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return f"127.0.0.1:{port}"
 
 
 class ServerProcess:

@@ -23,8 +23,9 @@ class RequestStats(msgspec.Struct):
     """Counts since the start of an API process. Times are seconds.
 
     `first_token`: from a request's arrival. `inter_token`: between tokens of a sequence; tokens that come together
-    share the time. `queue`: until admission, waiting for the adapter included. `prefill`: from admission to the first
-    token. `decode`: from there to the last. `inference`: both. `total`: from arrival to the end.
+    share the time since the last, and those that come with the first have none. `queue`: until admission, waiting for
+    the adapter included. `prefill`: from admission to the first token. `decode`: from there to the last. `inference`:
+    both. `total`: from arrival to the end.
     `finished`: requests by how they ended: `stop`, `length`, `abort` (the client went) or `error`.
     """
 
@@ -114,7 +115,10 @@ class StreamTimes:
         self._last[delta.index] = now
         if last is not None:
             stats.inter_token.add((now - last) / count, count)
-        elif self._first is None:
+            return
+        if count > 1:  # an engine faster than this process: the later ones came with the first
+            stats.inter_token.add(0.0, count - 1)
+        if self._first is None:
             self._first = now
             stats.first_token.add(now - self._arrival)
 

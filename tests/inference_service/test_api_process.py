@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from examples.stack import free_address
 from inference_service.config import ApiStart
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1.inference_pb2_grpc import InferenceServiceStub
@@ -27,15 +28,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-async def launch(folder: Path, port: int) -> asyncio.subprocess.Process:
+async def launch(folder: Path, listen: str) -> asyncio.subprocess.Process:
     start = ApiStart(
-        listen=f"127.0.0.1:{port}", reuse_port=False, model_folder=str(folder), model_id="tiny",
+        listen=listen, reuse_port=False, model_folder=str(folder), model_id="tiny",
         api_address=f"ipc://{folder}/e", adapter_address=f"ipc://{folder}/a", drain_grace=5.0,
     )  # fmt: skip
     pipe = asyncio.subprocess.PIPE
@@ -52,8 +47,8 @@ async def health(channel: grpc.aio.Channel, service: str) -> int:
 
 
 async def test_alive_but_not_ready_until_there_is_an_engine_and_sigterm_exits_0(folder: Path) -> None:
-    process = await launch(folder, port := free_port())
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    process = await launch(folder, address := free_address())
+    async with grpc.aio.insecure_channel(address) as channel:
         assert await health(channel, "") == health_pb2.HealthCheckResponse.SERVING
         assert await health(channel, SERVICE) == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -67,8 +62,8 @@ async def test_alive_but_not_ready_until_there_is_an_engine_and_sigterm_exits_0(
 
 
 async def test_ends_when_the_supervisor_is_gone(folder: Path) -> None:
-    process = await launch(folder, port := free_port())
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    process = await launch(folder, address := free_address())
+    async with grpc.aio.insecure_channel(address) as channel:
         await health(channel, "")
     process.stdin.close()
     assert await asyncio.wait_for(process.wait(), 15) == 0
@@ -78,12 +73,12 @@ async def test_says_in_one_line_why_it_cannot_start(folder: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        process = await launch(folder, port := taken.getsockname()[1])
+        process = await launch(folder, address := f"127.0.0.1:{taken.getsockname()[1]}")
         _, stderr = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode == 2  # starting again cannot help
-        assert f"error: INVALID_ARGUMENT: listen: cannot listen on 127.0.0.1:{port}" in stderr.decode()
+        assert f"error: INVALID_ARGUMENT: listen: cannot listen on {address}" in stderr.decode()
     (folder / "tokenizer.json").write_text("{}")
-    process = await launch(folder, free_port())
+    process = await launch(folder, free_address())
     _, stderr = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 2
     assert stderr.decode().startswith("error: INVALID_ARGUMENT: tokenizer.json: is not a tokenizer")

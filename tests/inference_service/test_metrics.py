@@ -153,7 +153,7 @@ def test_a_request_is_counted_however_it_ends() -> None:
     arrival = time.monotonic()
     with meter.stream(arrival, 7) as times:
         times.observe(Started("r", 0, 0.25, 0.5))
-        times.observe(SequenceDelta("r", 0, [1]))
+        times.observe(SequenceDelta("r", 0, [8, 9]))
         times.observe(SequenceDelta("r", 0, [2, 3, 4], None, "length"))
     with pytest.raises(AdapterUnloaded), meter.stream(arrival, 1):
         raise AdapterUnloaded("gone")
@@ -161,8 +161,8 @@ def test_a_request_is_counted_however_it_ends() -> None:
         raise asyncio.CancelledError
     stats = add_up([meter.stats, meter.stats])
     assert stats.finished == {"length": 2, "error": 2, "abort": 2}
-    assert (stats.tokens.prompt, stats.tokens.generated) == (18, 8)
-    assert (stats.first_token.count, stats.inter_token.count, stats.total.count) == (2, 6, 6)
+    assert (stats.tokens.prompt, stats.tokens.generated) == (18, 10)
+    assert (stats.first_token.count, stats.inter_token.count, stats.total.count) == (2, 8, 6)
     assert (stats.queue.sum, stats.decode.count) == (1.5, 2)
     assert stats.inference.sum == pytest.approx(stats.prefill.sum + stats.decode.sum)
 
