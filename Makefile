@@ -4,7 +4,10 @@
 # make test-faults    both services under faults, the long ones included; prints recovery times
 # make bench   tokens per second beside transformers + PEFT
 # make bench-registry    the registry with 100,000 adapters, on Postgres and on SQLite
+# make bench-load    first tokens and tokens a second at 50, 80 and 100 % of what can be answered
+# make bench-soak    a quarter of an hour at twice that: whether memory stays flat
 # make bench-kernels, make bench-engine    on a GPU: kernels against their byte floor, time per token of an 8B shape
+# make locks   writes what the images install, with hashes (deploy/docker/*.lock); needs a package index
 # make kinds-table    tries every kind of adapter on six base models against PEFT; README's table
 
 PYTHON ?= python3
@@ -13,12 +16,14 @@ BIN    := $(VENV)/bin
 MODEL  := models/SmolLM2-135M-Instruct
 PROTOS := $(wildcard protos/loraplex/*/v1/*.proto)
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-color -c constraints.txt
+LOCK   := $(BIN)/uv pip compile --quiet pyproject.toml deploy/docker/build.in -c constraints.txt --generate-hashes \
+	--python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-header --no-annotate --no-emit-index-url --no-emit-find-links
 QUIET  := 2>&1 | grep --line-buffered -v -e 'already satisfied' -e '^WARNING: Location' -e '^Looking in'
 
 SHELL       := bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: help setup setup-dev model demo serve test test-py test-faults lint proto stubs manifests bench bench-registry bench-kernels bench-engine kinds-table adapters clean
+.PHONY: help setup setup-dev model demo serve test test-py test-faults lint proto stubs manifests bench bench-registry bench-load bench-soak bench-kernels bench-engine locks kinds-table adapters clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -58,7 +63,7 @@ test-py: setup-dev model
 	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-faults: setup-dev model
-	$(BIN)/python -m pytest -s -m 'slow or not slow' tests/e2e
+	$(BIN)/python -m pytest -s -m 'slow or not slow' tests/e2e tests/registry_service/test_registry_kills.py
 
 lint: setup-dev
 	$(BIN)/ruff check .
@@ -83,7 +88,13 @@ bench: setup-dev model
 	$(BIN)/python -m tests.bench.throughput
 
 bench-registry: setup-dev
-	$(BIN)/python -m tests.bench.registry --json build/bench-registry.json
+	GRPC_VERBOSITY=ERROR $(BIN)/python -m tests.bench.registry --json build/bench-registry.json
+
+bench-load: setup-dev model
+	$(BIN)/python -m tests.bench.load --json build/bench-load.json
+
+bench-soak: setup-dev model
+	$(BIN)/python -m tests.bench.soak --json build/bench-soak.json
 
 bench-kernels: setup-dev
 	$(BIN)/python -m kernels.bench --json build/bench-kernels.json
@@ -93,8 +104,12 @@ bench-engine: setup-dev
 	$(BIN)/python -m tests.bench.engine --adapters 8 --counts 8 --rank 64 --loads D --json build/bench-engine-r64.json
 	$(BIN)/python -m tests.bench.served --json build/bench-served.json
 
-kinds-table: setup-dev
-	$(BIN)/python -m pytest -m '(slow or not slow) and not model' tests/kinds/test_kinds.py
+locks: setup-dev
+	$(LOCK) --extra tracing -o deploy/docker/registry.lock
+	$(LOCK) --extra inference --extra tracing -o deploy/docker/inference.lock
+
+kinds-table: setup-dev model
+	$(BIN)/python -m pytest -m 'slow or not slow' tests/kinds --deselect tests/kinds/test_table.py
 	$(BIN)/python -m tests.kinds.table
 
 adapters: setup-dev model

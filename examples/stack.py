@@ -28,7 +28,7 @@ _PORTS = (10_000, 32_768)  # below Linux's ephemeral ports
 _EAGER = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)]
 
 
-def free_address() -> str:
+def free_address(host: str = "127.0.0.1") -> str:
     """An address of this machine that nothing listens on at this moment.
 
     Its port is one that the kernel never hands out by itself, so that no connection or port 0 of another process
@@ -38,18 +38,33 @@ def free_address() -> str:
         port = random.randrange(*_PORTS)
         with socket.socket() as probe:
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind((host, port))
             except OSError:
                 continue
-        return f"127.0.0.1:{port}"
+        return f"{host}:{port}"
 
 
 class ServerProcess:
-    """One service as a child process that logs to a file."""
+    """One service as a child process that logs to a file.
 
-    def __init__(self, module: str, flags: Sequence[str], address: str, service: str, log: Path) -> None:
+    `health`: where Health is asked; by default at `address`, which must then be in the clear. `prefix`: words of the
+    command before Python.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        flags: Sequence[str],
+        address: str,
+        service: str,
+        log: Path,
+        *,
+        health: str = "",
+        prefix: Sequence[str] = (),
+    ) -> None:
         self.address = address
-        self._command = [sys.executable, "-m", module, "--listen", address, *flags]
+        self._command = [*prefix, sys.executable, "-m", module, "--listen", address, *flags]
+        self._health = health or address
         self._service = service
         self._log = log
         self.process: asyncio.subprocess.Process | None = None
@@ -71,7 +86,7 @@ class ServerProcess:
         """
         assert self.process is not None
         deadline = time.monotonic() + seconds
-        async with grpc.aio.insecure_channel(self.address, options=_EAGER) as channel:
+        async with grpc.aio.insecure_channel(self._health, options=_EAGER) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while not await self._is_serving(stub):
                 if self.process.returncode is not None or time.monotonic() > deadline:
@@ -105,14 +120,16 @@ class ServerProcess:
 
 
 class Stack:
-    """A registry on SQLite and an inference service that serves the example base model.
+    """A registry and an inference service that serves the example base model.
 
     Args:
         folder: Where the database, the adapter cache and the logs go.
         registry, inference: Addresses; free ones by default.
-        flags: More flags of the inference service.
+        flags, registry_flags: More flags of the inference service and of the registry.
         model: Folder of the base model.
         roots: Folders that adapters may come from, by name.
+        database: URL of the registry's database, which is migrated; SQLite in `folder` by default.
+        registry_target: Where replicas find the registry, if not at its address alone.
     """
 
     def __init__(
@@ -122,32 +139,59 @@ class Stack:
         registry: str | None = None,
         inference: str | None = None,
         flags: Sequence[str] = (),
+        registry_flags: Sequence[str] = (),
         model: Path = MODEL,
         roots: Mapping[str, Path] | None = None,
+        database: str | None = None,
+        registry_target: str | None = None,
     ) -> None:
         registry, inference = registry or free_address(), inference or free_address()
-        root_flags = [f"--file-root={name}={path}" for name, path in (roots or {"examples": ADAPTERS}).items()]
-        self.registry = ServerProcess(
+        roots = roots or {"examples": ADAPTERS}
+        self._folder = folder
+        self._flags, self._registry_flags = flags, registry_flags
+        self._root_flags = [f"--file-root={name}={path}" for name, path in roots.items()]
+        self._model = model
+        self._database = database or f"sqlite:///{folder}/registry.db"
+        self._registry_target = registry_target or registry
+        self.registry = self.another_registry(registry, "registry")
+        self.inference = self.another_replica(inference, "inference")
+
+    def another_registry(self, address: str, name: str, *, prefix: Sequence[str] = ()) -> ServerProcess:
+        """A registry with the same settings, not started; `name` is that of its log."""
+        return ServerProcess(
             "registry_service",
-            [f"--database=sqlite:///{folder}/registry.db", *root_flags],
-            registry,
+            [f"--database={self._database}", *self._root_flags, *self._registry_flags],
+            address,
             REGISTRY_SERVICE,
-            folder / "registry.log",
+            self._folder / f"{name}.log",
+            health=_value("--health-listen", self._registry_flags),
+            prefix=prefix,
         )
-        self.inference = ServerProcess(
+
+    def another_replica(
+        self, address: str, name: str, *, registry: str | None = None, prefix: Sequence[str] = ()
+    ) -> ServerProcess:
+        """An inference service with the same settings, not started; `name` is that of its log and of its cache.
+
+        `registry`: where it finds the registry, if not where the others do.
+        """
+        cache = "cache" if name == "inference" else f"cache-{name}"
+        return ServerProcess(
             "inference_service",
             [
-                f"--model={model}",
-                f"--registry={registry}",
-                f"--cache-dir={folder}/cache",
+                f"--model={self._model}",
+                f"--registry={registry or self._registry_target}",
+                f"--cache-dir={self._folder / cache}",
                 "--metrics-listen=127.0.0.1:0",
                 f"--drain-grace={DRAIN_SECONDS}",
-                *root_flags,
-                *flags,
+                *self._root_flags,
+                *self._flags,
             ],
-            inference,
+            address,
             INFERENCE_SERVICE,
-            folder / "inference.log",
+            self._folder / f"{name}.log",
+            health=_value("--health-listen", self._flags),
+            prefix=prefix,
         )
 
     async def __aenter__(self) -> "Stack":
@@ -176,6 +220,11 @@ class Stack:
     def client(self) -> Client:
         """A client of both services."""
         return Client(self.inference.address, self.registry.address)
+
+
+def _value(flag: str, flags: Sequence[str]) -> str:
+    """What `flags` say for a flag; empty without it."""
+    return next((each.partition("=")[2] for each in flags if each.startswith(f"{flag}=")), "")
 
 
 async def wait_for_base_model(client: Client, name: str = BASE_MODEL, seconds: float = 30.0) -> None:

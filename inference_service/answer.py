@@ -39,14 +39,14 @@ class Answer:
         self._abort = abort
         strings, tokenizer = tuple(admitted.request.stop.strings), admitted.text.tokenizer
         detokenizers = [tokenizer.detokenizer() if tokenizer else None for _ in range(admitted.spec.sampling.n)]
-        self._sequences = [OutputSequence(detokenizer, strings) for detokenizer in detokenizers]
+        self.sequences = [OutputSequence(detokenizer, strings) for detokenizer in detokenizers]
         self._read_ahead = [d for d in detokenizers if isinstance(d, OwnDetokenizer)]  # all or none
         self._started = Started(admitted.spec.request_id, 0, 0.0, 0.0)
 
     @property
     def is_complete(self) -> bool:
         """Every sequence has ended."""
-        return all(sequence.is_finished for sequence in self._sequences)
+        return all(sequence.is_finished for sequence in self.sequences)
 
     @property
     def needs_reading(self) -> bool:
@@ -55,7 +55,7 @@ class Answer:
 
     async def read(self, event: Event) -> None:
         """Fetch the text of an event's tokens from where the adapter's tokenizer runs. Raises AdapterInvalid."""
-        if isinstance(event, SequenceDelta) and not self._sequences[event.index].is_finished:
+        if isinstance(event, SequenceDelta) and not self.sequences[event.index].is_finished:
             await self._read_ahead[event.index].read(text_ids(event), event.finish_reason is not None)
 
     def respond(self, event: Event) -> Iterator[pb.GenerateResponse]:
@@ -71,7 +71,7 @@ class Answer:
             yield responses.prompt_logprobs(event.tokens)
 
     def _advance(self, event: SequenceDelta) -> Iterator[pb.GenerateResponse]:
-        sequence = self._sequences[event.index]
+        sequence = self.sequences[event.index]
         if sequence.is_finished:
             return
         now = time.monotonic()

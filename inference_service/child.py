@@ -83,7 +83,8 @@ class Child:
     async def finish_output(self) -> None:
         """Returns when all it wrote is relayed, so that `is_ready` and `last_words` are known."""
         with contextlib.suppress(TimeoutError):  # a grandchild may hold the pipes open
-            await asyncio.wait_for(asyncio.gather(*self._relays), 1.0)
+            async with asyncio.timeout(1.0):  # `wait_for` loses a cancellation that comes as they end
+                await asyncio.gather(*self._relays)
 
     def tell(self, event: str) -> None:
         """Send it an event, if it listens to events."""

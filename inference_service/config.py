@@ -7,10 +7,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from inference_service.engine.event_queue import MAX_UNREAD
 from shared.auth.settings import AccessSettings
 from shared.config import is_address
+from shared.limits import LimitSettings
 from shared.sources.credentials import Credential
 from shared.sources.settings import ALLOWED_ENDPOINTS, ALLOWED_SOURCES, CREDENTIALS
+from shared.tracing import OTLP_ENDPOINT
 
 ENV_PREFIX = "LORAPLEX_INFERENCE_"
 
@@ -79,7 +82,15 @@ def _setting(default: Any, description: str, **metadata: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class InferenceConfig(AccessSettings):
+class NamespaceRates:
+    """One table `[namespaces.NAME]`: what the tenant may do a second instead of the usual."""
+
+    requests_per_second: float = _setting(0.0, "calls; 0: tenant_requests_per_second", check=_is_limit)
+    tokens_per_second: float = _setting(0.0, "tokens; 0: tenant_tokens_per_second", check=_is_limit)
+
+
+@dataclass(frozen=True)
+class InferenceConfig(AccessSettings, LimitSettings):
     """Settings of `loraplex serve`. None means: chosen by the model or the device."""
 
     model: str = field(metadata={"help": "folder or Hub id of the base model"})
@@ -127,8 +138,21 @@ class InferenceConfig(AccessSettings):
     max_running_per_tenant: int = _setting(
         0, "sequences of one tenant in a step, others wait; 0: any number", check=_is_limit
     )
+    tenant_tokens_per_second: float = _setting(
+        0.0,
+        "tokens of prompts and answers a second of one tenant in one API process before RATE_LIMITED; 0: any number",
+        check=_is_limit,
+    )
+    namespaces: dict[str, NamespaceRates] = field(
+        default_factory=dict, metadata={"help": "rates of tenants that have their own, by namespace"}
+    )
     adapter_memory_per_tenant: str | None = _setting(
         None, "device memory for the adapters of one tenant; by default all there is", check=_is_adapter_memory
+    )
+    max_unread: int = _setting(
+        MAX_UNREAD,
+        "tokens and logprobs of a stream that may wait for its client before CLIENT_TOO_SLOW",
+        check=_is_positive,
     )
     adapter_age_limit: float = _setting(
         5.0, "seconds that an adapter is waited for before another makes room", check=_is_positive
@@ -139,6 +163,9 @@ class InferenceConfig(AccessSettings):
     metrics_listen: str = _setting(
         "127.0.0.1:50054", "address of Prometheus metrics (GET /metrics); empty: none", check=_is_address_or_off
     )
+    otlp_endpoint: str = field(default="", metadata=OTLP_ENDPOINT)
+    log_requests: bool = _setting(True, "log a line for each request that has ended: who, which adapter, tokens, times")
+    log_prompts: bool = _setting(False, "have prompts and answers in these lines and in traces")
     drain_grace: float = _setting(30.0, "seconds that running streams have after SIGTERM", check=_is_positive)
     max_stale: float = _setting(
         3600.0, "seconds that resolutions serve while the registry is unreachable", check=_is_positive
@@ -165,5 +192,12 @@ class ApiStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     adapter_address: str
     drain_grace: float
     access: AccessSettings = AccessSettings()
+    limits: LimitSettings = LimitSettings()
+    tenant_tokens_per_second: float = 0.0
+    namespaces: dict[str, NamespaceRates] = {}
     residency_wait: float = 0.0
+    max_unread: int = MAX_UNREAD
     log_level: str = "info"
+    log_requests: bool = True
+    log_prompts: bool = False
+    otlp_endpoint: str = ""

@@ -147,8 +147,15 @@ def _api_start(config: InferenceConfig, base: BaseModel, api_address: str, adapt
         adapter_address=adapter_address,
         drain_grace=config.drain_grace,
         access=config.access(),
+        limits=config.limits(),
+        max_unread=config.max_unread,
+        tenant_tokens_per_second=config.tenant_tokens_per_second,
+        namespaces=config.namespaces,
         residency_wait=config.residency_wait,
         log_level=config.log_level,
+        log_requests=config.log_requests,
+        log_prompts=config.log_prompts,
+        otlp_endpoint=config.otlp_endpoint,
     )
 
 
@@ -175,6 +182,7 @@ def _adapter_config(config: InferenceConfig, base: BaseModel) -> AdapterProcessC
         max_stale=config.max_stale,
         replica=config.replica_name or _replica_name(config),
         log_level=config.log_level,
+        otlp_endpoint=config.otlp_endpoint,
     )
 
 

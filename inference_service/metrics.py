@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from inference_service.request_stats import RequestStats
-from inference_service.stats import SECONDS_BOUNDS, AdapterStats, EngineStats, Seconds
+from inference_service.stats import SECONDS_BOUNDS, AdapterStats, EngineStats, Seconds, TokenCounts
 from inference_service.types import MemoryBudget, ResidentAdapter
 
 MODEL = "model_name"
@@ -35,6 +35,7 @@ class Snapshot:
         in_host: Digests of the blobs in host memory.
         names: How clients name adapters, by digest.
         requests: Sums over all API processes that there have been.
+        adapter_tokens: Served by all engines that there have been, by the name of the adapter.
     """
 
     model: str
@@ -46,14 +47,21 @@ class Snapshot:
     in_host: frozenset[str] = frozenset()
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     requests: RequestStats = field(default_factory=RequestStats)
+    adapter_tokens: dict[str, TokenCounts] = field(default_factory=dict)
 
 
 class ReplicaCollector(Collector):
-    """Turns the latest snapshot into metrics. `clock` gives unix seconds."""
+    """Turns the latest snapshot into metrics. `clock` gives unix seconds, `monotonic` those that processes compare."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot], clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        snapshot: Callable[[], Snapshot],
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._snapshot = snapshot
         self._clock = clock
+        self._monotonic = monotonic
 
     def collect(self) -> Iterator[Metric]:
         """All families."""
@@ -62,14 +70,18 @@ class ReplicaCollector(Collector):
         yield _gauges("loraplex_up", "Whether the process answers", ("process",), is_up)
         yield from _residency(now)
         yield from _requests((now.model,), now.requests)
+        yield from _waits_and_errors(now.requests)
+        yield _adapter_tokens(now.adapter_tokens)
         if now.engine is not None:
             yield from _engine((now.model,), now.engine)
             yield from _loads(now.engine)
+            yield from _slots(now.engine)
             yield _lora_requests_info(now, now.engine, self._clock())
         if now.memory is not None:
             yield _memory(now.memory)
         if now.adapters is not None:
             yield from _adapter_process(now.adapters)
+            yield from _registry(now.adapters, self._monotonic())
 
 
 def _residency(now: Snapshot) -> Iterator[Metric]:
@@ -147,6 +159,24 @@ def _loads(engine: EngineStats) -> Iterator[Metric]:
     yield _gauges("loraplex_adapter_wait_seconds", "Longest of these waits", (), {(): engine.waited_longest})
 
 
+def _slots(engine: EngineStats) -> Iterator[Metric]:
+    """How full the pool is, and what is done so that chunks fit."""
+    slots = {("used",): engine.slots.used, ("free",): engine.slots.total - engine.slots.used}
+    yield _gauges("loraplex_slots", "Adapters that can be on the device at once", ("state",), slots)
+    text = "Free bytes for adapters outside the largest gap"
+    yield _gauges("loraplex_arena_gap_bytes", text, (), {(): engine.arena_free_in_gaps})
+    for name, text, count in (
+        ("loraplex_arena_moves", "Chunks moved so that others fit", engine.moves),
+        ("loraplex_arena_moved_bytes", "Bytes of these", engine.moved_bytes),
+        (
+            "loraplex_needless_reloads",
+            "Adapters that were evicted while requests waited for them",
+            engine.needless_reloads,
+        ),
+    ):
+        yield _counters(name, text, (), {(): count})
+
+
 def _adapter_process(adapters: AdapterStats) -> Iterator[Metric]:
     host, held, disk = adapters.host, adapters.host_held_bytes, adapters.disk
     yield _gauges(
@@ -165,7 +195,18 @@ def _adapter_process(adapters: AdapterStats) -> Iterator[Metric]:
     yield _counters("loraplex_fetched_bytes", "Bytes of adapters downloaded", (), fetched)
     failures = {(reason,): count for reason, count in adapters.failures.items()}
     yield _counters("loraplex_stage_failures", "Resolutions and loads that failed", ("reason",), failures)
+    evictions = {(tier,): count for tier, count in adapters.evictions.items()}
+    yield _counters("loraplex_stage_evictions", "Adapters that left a tier for others", ("tier",), evictions)
+
+
+def _registry(adapters: AdapterStats, now: float) -> Iterator[Metric]:
+    """How far this replica follows the registry."""
     yield _gauges("loraplex_registry_revision", "Latest that is known here", (), {(): adapters.registry_revision})
+    text = "Changes that the registry is known to have and that were not heard of"
+    yield _gauges("loraplex_registry_lag_revisions", text, (), {(): adapters.registry_lag})
+    heard_at = adapters.registry_heard_at
+    silence = {} if heard_at is None else {(): max(now - heard_at, 0.0)}
+    yield _gauges("loraplex_registry_silence_seconds", "Since its watch was last up to date", (), silence)
 
 
 def _memory(memory: MemoryBudget) -> Metric:
@@ -198,6 +239,27 @@ def _requests(model: Labels, requests: RequestStats) -> Iterator[Metric]:
     yield _counters("vllm:generation_tokens", "Tokens of answers", label, {model: requests.tokens.generated})
     finished = {(*model, reason): count for reason, count in sorted(requests.finished.items())}
     yield _counters("vllm:request_success", "Requests by how they ended", (MODEL, "finished_reason"), finished)
+
+
+def _waits_and_errors(requests: RequestStats) -> Iterator[Metric]:
+    waits = {
+        ("files",): requests.wait_files,
+        ("adapter",): requests.wait_adapter,
+        ("capacity",): requests.wait_capacity,
+    }
+    text = "Until admission: for an adapter's files, for its place on the device, and for anything else"
+    yield _histograms("loraplex_queue_wait_seconds", text, ("reason",), waits)
+    calls = {tuple(call.split()): count for call, count in sorted(requests.calls.items())}
+    yield _counters("loraplex_calls", "Calls that ended, those that were not let in too", ("rpc", "code"), calls)
+    errors = {(reason,): count for reason, count in sorted(requests.errors.items())}
+    yield _counters("loraplex_request_errors", "Requests refused, failed or left", ("reason",), errors)
+
+
+def _adapter_tokens(served: Mapping[str, TokenCounts]) -> Metric:
+    counts: dict[Labels, float] = {}
+    for name, tokens in served.items():
+        counts |= {(name, "prompt"): tokens.prompt, (name, "generated"): tokens.generated}
+    return _counters("loraplex_adapter_tokens", "Tokens served", ("adapter_name", "kind"), counts)
 
 
 def _gauges(name: str, text: str, labels: Labels, values: Mapping[L, float]) -> Metric:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
+from inference_service.adapter_tokens import AdapterTokens
 from inference_service.adapters.client import AdapterClient
 from inference_service.engine.client import EngineClient
 from inference_service.metrics import Snapshot
@@ -95,6 +96,7 @@ class ReplicaFeed:
         self._adapters: AdapterClient | None = None
         self._ready: EngineReady | None = None
         self._reports = ApiReports()
+        self._tokens = AdapterTokens()
         self._staged: list[StagedAdapter] = []  # as it was when `_listed` was true
         self._listed: tuple[AdapterStats, set[str]] | None = None
 
@@ -144,6 +146,8 @@ class ReplicaFeed:
         wanted.update(engine_stats.adapters_waiting if engine_stats else ())
         adapter_stats = await self._ask_adapters(adapters, wanted)
         names.forget(wanted, time.monotonic())
+        if engine_stats is not None:
+            self._tokens.update(engine_stats.tokens_by_adapter, canonical_names(self._staged), time.monotonic())
         self.snapshot = Snapshot(
             before.model,
             before.max_adapters,
@@ -154,6 +158,7 @@ class ReplicaFeed:
             frozenset(adapter.digest for adapter in self._staged if adapter.level == "HOST"),
             names.all(self._staged),
             self._reports.total(),
+            self._tokens.totals(),
         )
 
     async def _ask_adapters(self, adapters: AdapterClient, wanted: set[str]) -> AdapterStats | None:
@@ -161,9 +166,10 @@ class ReplicaFeed:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 stats = await adapters.stats()
-                if self._listed != (stats, wanted):
+                news = msgspec.structs.replace(stats, registry_heard_at=None), wanted
+                if self._listed != news:
                     self._staged = await adapters.list_staged(tuple(wanted))
-                    self._listed = stats, wanted
+                    self._listed = news
                 return stats
         except (LoraplexError, TimeoutError):
             self._staged, self._listed = [], None
@@ -178,6 +184,16 @@ async def _ask_engine(engine: EngineClient) -> tuple[EngineStats | None, tuple[R
             return await engine.stats(), tuple(await engine.list_resident())
     except (LoraplexError, TimeoutError):
         return None, ()
+
+
+def canonical_names(staged: Iterable[StagedAdapter]) -> dict[str, str]:
+    """NAMESPACE/ADAPTER@VERSION by digest, of one of its versions."""
+    found = {}
+    for adapter in staged:
+        if adapter.version:
+            namespace, name, number = parse_version_name(adapter.version, "version")
+            found[adapter.digest] = f"{namespace}/{name}@{number}"
+    return found
 
 
 def _shortest(version: str) -> str:

@@ -56,7 +56,12 @@ class OutputSequence:
         self._surplus = Piece()  # tokens after an undecided candidate
         self.num_tokens = 0
         self.first_token_time: float | None = None
-        self.is_finished = False
+        self.finish: Finish | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish is not None
 
     def feed(self, delta: SequenceDelta, now: float) -> Piece:
         """Take the engine's delta, which arrived at `now`; returns what the reader gets of it."""
@@ -79,7 +84,7 @@ class OutputSequence:
                 _move(self._surplus, piece)
         if self._stops.matched is not None:
             piece.finish = Finish("stop", stop_string=self._stops.matched)
-        self.is_finished = piece.finish is not None
+        self.finish = piece.finish
         self.num_tokens += len(piece.token_ids)
         return piece
 

@@ -6,11 +6,14 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
+from grpc import StatusCode
 
 from inference_service.stats import Seconds, TokenCounts
 from inference_service.types import REPORT_PREFIX, PromptLogprobs, SequenceDelta, Started
+from shared.call_observers import EndCall
 from shared.errors import LoraplexError
 
 REPORT_SECONDS = 1.0
@@ -26,7 +29,12 @@ class RequestStats(msgspec.Struct):
     share the time since the last, and those that come with the first have none. `queue`: until admission, waiting for
     the adapter included. `prefill`: from admission to the first token. `decode`: from there to the last. `inference`:
     both. `total`: from arrival to the end.
-    `finished`: requests by how they ended: `stop`, `length`, `abort` (the client went) or `error`.
+    `wait_files`: until an adapter's files were on this machine. `wait_adapter`: in the queue, until it was on the
+    device. `wait_capacity`: in the queue, for anything else.
+    `finished`: requests by how they ended: `stop`, `length`, `abort` (the client went) or `error`; those that never
+    reached the engine are not among them.
+    `errors`: requests that failed or were refused, by the error's reason.
+    `calls`: of every RPC, by its name and gRPC's code with a space between; those that were not let in are among them.
     """
 
     first_token: Seconds = msgspec.field(default_factory=Seconds)
@@ -36,8 +44,13 @@ class RequestStats(msgspec.Struct):
     decode: Seconds = msgspec.field(default_factory=Seconds)
     inference: Seconds = msgspec.field(default_factory=Seconds)
     total: Seconds = msgspec.field(default_factory=Seconds)
+    wait_files: Seconds = msgspec.field(default_factory=Seconds)
+    wait_adapter: Seconds = msgspec.field(default_factory=Seconds)
+    wait_capacity: Seconds = msgspec.field(default_factory=Seconds)
     tokens: TokenCounts = msgspec.field(default_factory=TokenCounts)
     finished: dict[str, int] = {}
+    errors: dict[str, int] = {}
+    calls: dict[str, int] = {}
 
 
 def add_up(counted: Iterable[RequestStats]) -> RequestStats:
@@ -48,12 +61,15 @@ def add_up(counted: Iterable[RequestStats]) -> RequestStats:
             _add_seconds(getattr(total, name), getattr(stats, name))
         total.tokens.prompt += stats.tokens.prompt
         total.tokens.generated += stats.tokens.generated
-        for reason, count in stats.finished.items():
-            total.finished[reason] = total.finished.get(reason, 0) + count
+        for name in _BY_REASON:
+            counts = getattr(total, name)
+            for reason, count in getattr(stats, name).items():
+                counts[reason] = counts.get(reason, 0) + count
     return total
 
 
-_HISTOGRAMS = tuple(name for name in RequestStats.__struct_fields__ if name not in ("tokens", "finished"))
+_BY_REASON = ("finished", "errors", "calls")
+_HISTOGRAMS = tuple(name for name in RequestStats.__struct_fields__ if name not in ("tokens", *_BY_REASON))
 
 
 def _add_seconds(total: Seconds, more: Seconds) -> None:
@@ -74,15 +90,22 @@ class ApiReport(msgspec.Struct, frozen=True):
 
 
 class StreamTimes:
-    """The times of one request. `arrival` is of the monotonic clock."""
+    """The times of one request, of the monotonic clock: when it came, and when it was sent to the engine."""
 
-    def __init__(self, stats: RequestStats, arrival: float) -> None:
+    def __init__(self, stats: RequestStats, arrival: float, submitted: float) -> None:
         self._stats = stats
         self._arrival = arrival
-        self._admitted: float | None = None
-        self._first: float | None = None
+        self._submitted = submitted
         self._last: dict[int, float] = {}  # by sequence
+        self.started: Started | None = None
+        self.admitted: float | None = None
+        self.first: float | None = None  # token
         self.reason = "stop"  # of a request whose stop string was found here, there is no other
+
+    @property
+    def last(self) -> float:
+        """When the last token came, once there is one."""
+        return max(self._last.values())
 
     def observe(self, event: Event) -> None:
         """The engine's next event, now."""
@@ -90,19 +113,22 @@ class StreamTimes:
         if isinstance(event, SequenceDelta):
             self._tokens(event, now)
         elif isinstance(event, Started):
-            self._admitted = now
-            self._stats.queue.add(max(event.queue_seconds + event.adapter_seconds, 0.0))
+            waited = event.queue_seconds + event.adapter_seconds
+            self.started, self.admitted = event, min(self._submitted + waited, now)
+            self._stats.queue.add(waited)
+            self._stats.wait_adapter.add(event.adapter_seconds)
+            self._stats.wait_capacity.add(event.queue_seconds)
 
     def end(self, reason: str) -> None:
         """The request is over."""
         stats, now = self._stats, time.monotonic()
         stats.finished[reason] = stats.finished.get(reason, 0) + 1
         stats.total.add(now - self._arrival)
-        if self._admitted is not None and self._first is not None:
-            last = max(self._last.values())
-            stats.prefill.add(self._first - self._admitted)
-            stats.decode.add(last - self._first)
-            stats.inference.add(last - self._admitted)
+        if self.admitted is not None and self.first is not None:
+            last = self.last
+            stats.prefill.add(self.first - self.admitted)
+            stats.decode.add(last - self.first)
+            stats.inference.add(last - self.admitted)
 
     def _tokens(self, delta: SequenceDelta, now: float) -> None:
         stats, count = self._stats, len(delta.token_ids)
@@ -118,13 +144,13 @@ class StreamTimes:
             return
         if count > 1:  # an engine faster than this process: the later ones came with the first
             stats.inter_token.add(0.0, count - 1)
-        if self._first is None:
-            self._first = now
+        if self.first is None:
+            self.first = now
             stats.first_token.add(now - self._arrival)
 
 
 class RequestMeter:
-    """Counts the requests of this process."""
+    """Counts the requests of this process, and as a `CallObserver` all calls."""
 
     def __init__(self) -> None:
         self.stats = RequestStats()
@@ -136,10 +162,13 @@ class RequestMeter:
             self._references.setdefault(digest, {})[reference] = None
 
     @contextmanager
-    def stream(self, arrival: float, num_prompt: int) -> Iterator[StreamTimes]:
-        """Counts one request that goes to the engine, however it ends."""
+    def stream(
+        self, arrival: float, *, prepare_seconds: float, submitted: float, num_prompt: int
+    ) -> Iterator[StreamTimes]:
+        """Counts one request that goes to the engine, however it ends. `prepare_seconds`: until its files were here."""
         self.stats.tokens.prompt += num_prompt
-        times = StreamTimes(self.stats, arrival)
+        self.stats.wait_files.add(prepare_seconds)
+        times = StreamTimes(self.stats, arrival, submitted)
         reason = "abort"
         try:
             yield times
@@ -149,6 +178,21 @@ class RequestMeter:
             raise
         finally:
             times.end(reason)
+
+    def begin(self, method: str, context: Any) -> EndCall:
+        """A call begins."""
+        rpc = method.rpartition("/")[2]
+
+        def end(code: StatusCode) -> None:
+            call = f"{rpc} {code.name}"
+            self.stats.calls[call] = self.stats.calls.get(call, 0) + 1
+
+        return end
+
+    def ended(self, error: str) -> None:
+        """A request has ended, whether or not the engine heard of it; `error`: its reason, if it was not answered."""
+        if error:
+            self.stats.errors[error] = self.stats.errors.get(error, 0) + 1
 
     def report(self) -> ApiReport:
         """What has been counted, and the references since the last report."""

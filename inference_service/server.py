@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,24 +26,34 @@ from inference_service.child import failure_line
 from inference_service.config import ApiStart
 from inference_service.control_servicer import ControlServicer
 from inference_service.engine.client import EngineClient
+from inference_service.request_log import write_line
+from inference_service.request_record import Reader, RequestJournal
+from inference_service.request_spans import add_spans
 from inference_service.request_stats import RequestMeter, keep_reporting
 from inference_service.served_model import ServedModel, load_served_model
 from inference_service.servicer import InferenceServicer
 from inference_service.texts import AdapterTexts
+from inference_service.token_rates import TokenRates
 from inference_service.types import EXIT_CONFIG, READY_LINE, EngineReady
 from loraplex.inference.v1.control_pb2_grpc import add_AdapterControlServiceServicer_to_server
 from loraplex.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from shared import log as log_setup
 from shared.auth.gate import AccessGate
 from shared.auth.settings import AccessSettings
+from shared.auth.tenant_calls import TenantCalls
+from shared.call_observers import CallObserver
 from shared.errors import EngineUnavailable, InvalidArgument, LoraplexError
 from shared.grpc_server import BoundServer, create_server, drain
+from shared.limits import USUAL_LIMITS, LimitSettings
+from shared.rates import TenantBuckets
+from shared.tracing import start_tracing
 
 log = logging.getLogger(__name__)
 
 SERVICE_NAMES = ("loraplex.inference.v1.InferenceService", "loraplex.inference.v1.AdapterControlService")
 _RETRY_HELLO_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 1.0
+_NOTICE_SECONDS = 0.2  # in which clients that check health hear NOT_SERVING and send no more
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -78,13 +89,17 @@ class ApiServer:
         return self.bound.port
 
     async def stop(self, grace: float) -> None:
-        """Drain: refuse new requests with DRAINING, give running ones `grace` seconds, then cut what is left."""
+        """Drain: refuse new requests with DRAINING, give running ones `grace` seconds in all, then cut what is left.
+
+        For a moment after NOT_SERVING was told, requests are still taken: their clients have not heard of it yet.
+        """
         until = time.monotonic() + grace
-        self.availability.is_draining = True
         self.following.cancel()
         await self.bound.readiness.set(serving=False)
+        await asyncio.sleep(min(_NOTICE_SECONDS, grace / 2))
+        self.availability.is_draining = True
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace):
+            async with asyncio.timeout(max(0.0, until - time.monotonic())):
                 await self.availability.idle.wait()
         if not self.availability.idle.is_set():
             self.engine.engine_down()  # so that streams end with a reason, which gRPC does not give to what it cuts
@@ -102,20 +117,25 @@ async def start(
     adapters: Adapters,
     *,
     reuse_port: bool = False,
-    meter: RequestMeter | None = None,
+    journal: RequestJournal | None = None,
+    observers: Sequence[CallObserver] = (),
     access: AccessSettings | None = None,
+    limits: LimitSettings = USUAL_LIMITS,
+    requests: TenantBuckets | None = None,
+    tokens: TenantBuckets | None = None,
     residency_wait: float = 0.0,
 ) -> ApiServer:
-    """Start serving at `listen`; ready as soon as the engine is.
+    """Start serving at `listen`; ready as soon as the engine is. `requests` and `tokens`: what tenants may a second.
 
     Raises:
         InvalidArgument: the address is taken, or `access` cannot be had.
     """
     access = access or AccessSettings()
     availability, texts = Availability(), AdapterTexts(model, adapters.read_texts)
+    journal = journal or RequestJournal(model.model_id, RequestMeter())
 
     def register(server: Any) -> None:
-        inference = InferenceServicer(model, engine, adapters, texts, availability, meter or RequestMeter())
+        inference = InferenceServicer(model, engine, adapters, texts, availability, journal, TokenRates(tokens))
         add_InferenceServiceServicer_to_server(inference, server)
         add_AdapterControlServiceServicer_to_server(ControlServicer(engine, adapters), server)
 
@@ -124,9 +144,11 @@ async def start(
         register,
         SERVICE_NAMES,
         reuse_port=reuse_port,
-        gate=AccessGate(access.authenticator()),
+        limits=limits,
+        gate=AccessGate(access.authenticator(), TenantCalls(limits.max_calls_per_tenant, requests)),
         credentials=access.tls_credentials(),
         health_listen=access.health_listen,
+        observers=observers,
     )
     await bound.server.start()
     following = asyncio.create_task(_follow_engine(engine, adapters, availability, bound, residency_wait))
@@ -187,8 +209,15 @@ async def run() -> None:
     log_setup.setup("inference-api", settings.log_level)
     model = load_served_model(Path(settings.model_folder), settings.model_id)
     identity = f"api-{os.getpid()}"
-    engine = EngineClient(settings.api_address, identity)
+    engine = EngineClient(settings.api_address, identity, settings.max_unread)
     adapters = AdapterClient.start(settings.adapter_address, identity)
+    tracing = start_tracing(settings.otlp_endpoint, "loraplex-inference", "api")
+    readers: list[Reader] = []
+    if tracing is not None:
+        adapters.traceparent = tracing.traceparent
+        readers.append(add_spans)
+    if settings.log_requests:
+        readers.append(write_line)
     meter = RequestMeter()
     server = await start(
         settings.listen,
@@ -196,8 +225,18 @@ async def run() -> None:
         engine,
         adapters,
         reuse_port=settings.reuse_port,
-        meter=meter,
+        journal=RequestJournal(
+            settings.model_id,
+            meter,
+            readers,
+            keeps_text=settings.log_prompts,
+            span=tracing.current if tracing else lambda: None,
+        ),
+        observers=[meter, tracing] if tracing else [meter],
         access=settings.access,
+        limits=settings.limits,
+        requests=_requests(settings),
+        tokens=_tokens(settings),
         residency_wait=settings.residency_wait,
     )
     print(READY_LINE, flush=True)
@@ -211,6 +250,18 @@ async def run() -> None:
         task.cancel()
     await engine.close()
     await adapters.close()
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
+
+
+def _requests(settings: ApiStart) -> TenantBuckets:
+    own = {name: rates.requests_per_second for name, rates in settings.namespaces.items()}
+    return settings.limits.buckets(settings.limits.tenant_requests_per_second, own)
+
+
+def _tokens(settings: ApiStart) -> TenantBuckets:
+    own = {name: rates.tokens_per_second for name, rates in settings.namespaces.items()}
+    return settings.limits.buckets(settings.tenant_tokens_per_second, own)
 
 
 def main() -> int:

@@ -3,12 +3,13 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from typing import Any, Protocol
 
 from inference_service import responses
 from inference_service.answer import Admitted, Answer, Event
 from inference_service.availability import Availability
+from inference_service.model_header import name_adapter
 from inference_service.prompts import encode_chat, prompt_ids, tokenizer_of
 from inference_service.request_checks import (
     MAX_N,
@@ -24,11 +25,13 @@ from inference_service.request_checks import (
     check_token_ids,
     check_vocabulary,
 )
-from inference_service.request_stats import RequestMeter
+from inference_service.request_record import RequestJournal, RequestRecord
+from inference_service.request_stats import StreamTimes
 from inference_service.requests import generate_spec
 from inference_service.served_model import ServedModel
 from inference_service.texts import AdapterTexts, RequestText
-from inference_service.types import BlendPart, EngineReady, GenerateSpec, PreparedAdapter
+from inference_service.token_rates import TokenRates
+from inference_service.types import BlendPart, EngineReady, GenerateSpec, PreparedAdapter, SequenceDelta
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc as pb_grpc
 from shared.auth import Caller, authorize, caller_of
@@ -64,9 +67,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         adapters: Adapters,
         texts: AdapterTexts,
         availability: Availability,
-        meter: RequestMeter,
+        journal: RequestJournal,
+        rates: TokenRates,
     ) -> None:
-        self._meter = meter
+        self._journal = journal
+        self._rates = rates
         self._texts = texts
         self._model = model
         self._engine = engine
@@ -75,17 +80,22 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
         arrival = time.monotonic()
-        with self._availability.request() as ready:
-            admitted = await self._admit(request, ready, arrival, context)
+        with self._journal.request(request, context, arrival) as record, self._availability.request() as ready:
+            admitted = await self._admit(record, ready, context)
             answer = Answer(admitted, self._model, self._engine.abort)
             # Closing the iterator, for whatever reason, frees what the engine holds for this request.
-            with _naming(admitted.adapter), self._meter.stream(arrival, len(admitted.spec.prompt_ids)) as times:
+            with _naming(admitted.adapter), self._count(admitted) as times:
+                record.admit(admitted, answer, times)
                 async with aclosing(self._engine.generate(admitted.spec)) as events:
                     async for event in events:
                         times.observe(event)
+                        if isinstance(event, SequenceDelta):
+                            self._rates.spend(admitted.spec.tenant, len(event.token_ids))
                         if answer.needs_reading:
                             await answer.read(event)
                         for response in answer.respond(event):
+                            if record.keeps_text:
+                                record.said(response)
                             yield response
                         if answer.is_complete:
                             break
@@ -95,6 +105,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:  # noqa: N802
         violations = Violations()
+        name_adapter(request, context, self._model.model_id)
         if request.HasField("chat"):
             check_chat(request.chat, violations)
         elif not request.HasField("text"):
@@ -119,6 +130,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:  # noqa: N802
         violations = Violations()
+        name_adapter(request, context, self._model.model_id)
         check_round_trip(len(request.token_ids), "token_ids", violations)
         adapter = await self._prepare(request.adapter, "", violations, context)
         words = await self._texts.of(adapter)
@@ -132,20 +144,22 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             )
         return pb.DetokenizeResponse(text=text)
 
-    async def _admit(self, request: pb.GenerateRequest, ready: EngineReady, arrival: float, context: Any) -> Admitted:
+    async def _admit(self, record: RequestRecord, ready: EngineReady, context: Any) -> Admitted:
         """Everything up to the engine: check, authorize, resolve and stage the adapter, tokenize."""
+        request, tenant = record.request, record.tenant
+        self._rates.check(tenant)
+        name_adapter(request, context, self._model.model_id)
         limits, violations = Limits(ready.max_model_len, min(MAX_N, ready.max_num_seqs)), Violations()
         check_generate(request, limits, violations)
         if not request.adapter and not request.blend:
             check_vocabulary(request, self._text_limits(ready, self._texts.base), violations)
-        request_id = request.request_id or uuid.uuid4().hex
-        choice_key = request.session_id or request_id
+        choice_key = request.session_id or record.request_id
         adapter: PreparedAdapter | None
         if request.blend:
             adapter = await self._prepare_blend(request.blend, choice_key, violations, context)
         else:
             adapter = await self._prepare(request.adapter, choice_key, violations, context)
-        prepare_seconds = time.monotonic() - arrival if adapter else 0.0
+        prepare_seconds = time.monotonic() - record.arrival if adapter else 0.0
         text = await self._texts.of(adapter)
         text_limits = self._text_limits(ready, text)
         if adapter is not None:
@@ -155,19 +169,31 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         check_length(len(ids), request, limits, violations)
         violations.check()
         if adapter is not None:
-            self._meter.name(adapter.digest, request.adapter or _blend_name(request.blend))
+            self._journal.meter.name(adapter.digest, record.adapter_name)
+        self._rates.admit(tenant, len(ids))
         now, remaining = time.monotonic(), context.time_remaining()
         spec = generate_spec(
             request,
             ids,
             ready,
             engine_id=uuid.uuid4().hex,
-            tenant=caller_of(context).namespace,
+            tenant=tenant,
             adapter=adapter,
             arrival=now,
             deadline=None if remaining is None else now + remaining,
         )
-        return Admitted(request_id, request, spec, adapter, text, responses.Clock(arrival, prepare_seconds))
+        clock = responses.Clock(record.arrival, prepare_seconds)
+        return Admitted(record.request_id, request, spec, adapter, text, clock)
+
+    def _count(self, admitted: Admitted) -> AbstractContextManager[StreamTimes]:
+        """Counts a request from now on."""
+        spec, clock = admitted.spec, admitted.clock
+        return self._journal.meter.stream(
+            clock.arrival,
+            prepare_seconds=clock.prepare_seconds,
+            submitted=spec.arrival,
+            num_prompt=len(spec.prompt_ids),
+        )
 
     async def _prepare(
         self, adapter: str, choice_key: str, violations: Violations, context: Any
@@ -237,8 +263,3 @@ def _parse(text: str, caller: Caller, field: str, violations: Violations) -> Ref
     except InvalidArgument as error:
         violations.include(error)
         return None
-
-
-def _blend_name(parts: Sequence[pb.BlendPart]) -> str:
-    """What a blend is called in metrics."""
-    return "+".join(f"{part.weight:g}*{part.reference}" for part in parts)

@@ -145,6 +145,8 @@ class AdapterStats(msgspec.Struct, frozen=True, kw_only=True):
         failures: Loads and resolutions that failed, by reason.
         evictions: By tier (`host`, `disk`) for room, of what had its place there.
         registry_revision: The highest that the registry has told; 0 before its first answer.
+        registry_lag: Changes up to there that the watch has not told.
+        registry_heard_at: When the watch last said that it is up to date, of the monotonic clock; None: it never has.
     """
 
     host: Usage
@@ -158,3 +160,5 @@ class AdapterStats(msgspec.Struct, frozen=True, kw_only=True):
     failures: dict[str, int]
     evictions: dict[str, int]
     registry_revision: int
+    registry_lag: int = 0
+    registry_heard_at: float | None = None

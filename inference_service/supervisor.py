@@ -76,7 +76,7 @@ class Supervisor:
         """Start a child, and again whenever it ends."""
         role, quick_ends, failed_starts = child.spec.role, 0, 0
         was_ready = is_restart = False
-        while True:
+        while not self._ended.is_set():
             started = time.monotonic()
             await self._spawn(child, is_restart=is_restart)
             code = await child.wait()

@@ -16,6 +16,7 @@ from shared.digest import FileEntry
 from shared.errors import ErrorRecord
 
 FinishReason = Literal["stop", "length"]
+PinOwner = Literal["operator", "registry"]
 
 EXIT_CONFIG = 2  # exit code of a process that starting again cannot help
 MAX_LOGPROBS = 20  # alternatives of one token
@@ -95,12 +96,16 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Bring an adapter into a slot; answered by `Reply` when it is READY (at once if not `wait`)."""
+    """Bring an adapter into a slot; answered by `Reply` when it is READY (at once if not `wait`).
+
+    `owner`: whose pin it is, if it is `pinned`. The registry's is that of an adapter's residency.
+    """
 
     call_id: int
     digest: str
     pinned: bool
     wait: bool
+    owner: PinOwner = "operator"
 
 
 class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
@@ -109,6 +114,13 @@ class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
     call_id: int
     digest: str
     force: bool
+
+
+class KeepPins(msgspec.Struct, tag=True, frozen=True):
+    """The registry's pins are those of `digests` and no others; operators' pins stay. Answered by `Reply`."""
+
+    call_id: int
+    digests: tuple[str, ...]
 
 
 class ListResident(msgspec.Struct, tag=True, frozen=True):
@@ -127,7 +139,7 @@ class CancelCall(msgspec.Struct, tag=True, frozen=True):
     call_id: int
 
 
-EngineRequest = Hello | Submit | Abort | LoadAdapter | UnloadAdapter | ListResident | GetStats | CancelCall
+EngineRequest = Hello | Submit | Abort | LoadAdapter | UnloadAdapter | KeepPins | ListResident | GetStats | CancelCall
 
 
 # ---- engine process → API process
@@ -299,11 +311,15 @@ class StagedAdapter(msgspec.Struct, frozen=True):
 
 
 class Prepare(msgspec.Struct, tag=True, frozen=True):
-    """Resolve a reference and stage its files. `reference` is canonical (`shared.references`)."""
+    """Resolve a reference and stage its files. `reference` is canonical (`shared.references`).
+
+    `traceparent`: W3C context of the request that it is for, if that is traced.
+    """
 
     call_id: int
     reference: str
     choice_key: str = ""
+    traceparent: str = ""
 
 
 class BlendPart(NamedTuple):
@@ -319,6 +335,7 @@ class PrepareBlend(msgspec.Struct, tag=True, frozen=True):
     call_id: int
     parts: tuple[BlendPart, ...]
     choice_key: str = ""
+    traceparent: str = ""
 
 
 class AwaitResidency(msgspec.Struct, tag=True, frozen=True):

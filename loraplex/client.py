@@ -41,6 +41,7 @@ _MAX_MESSAGE_BYTES = 16 << 20
 _PAGE_SIZE = 200
 _LONGEST_DELAY = 5.0  # seconds between attempts to resume a watch
 _FIRST_RECONNECT_MS, _LONGEST_RECONNECT_MS = 200, 5_000  # gRPC's own are 1 s and 2 minutes
+_PING_MS, _PING_TIMEOUT_MS = 30_000, 10_000  # while calls run: a server whose machine is gone closes no connection
 _ADDRESS = re.compile(r"(?:dns:///)?(?:[\w.-]+|\[[0-9a-fA-F:.]+(?:%\w+)?\]):([0-9]{1,5})")
 
 
@@ -209,6 +210,9 @@ def _channel(address: str, service: str, identity: ClientIdentity) -> grpc.aio.C
             ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
             ("grpc.initial_reconnect_backoff_ms", _FIRST_RECONNECT_MS),
             ("grpc.max_reconnect_backoff_ms", _LONGEST_RECONNECT_MS),
+            ("grpc.keepalive_time_ms", _PING_MS),
+            ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+            ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),  # a proxy may acknowledge for who is gone
         ],
     )
 

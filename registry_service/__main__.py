@@ -5,6 +5,7 @@ The flags are fields of `RegistryConfig`.
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -21,9 +22,11 @@ from shared.config import ConfigError, load
 from shared.errors import InvalidArgument, LoraplexError
 from shared.flags import flag_parser, startup_error
 from shared.grpc_server import stop_on_signals
+from shared.process_end import end_process
 
 log = logging.getLogger(__name__)
 
+FULL_COLLECTIONS_SELDOM = 1_000  # one for so many middle ones; Python's own is 10
 EXIT_CONFIG = 2  # starting again cannot help
 PROG = "loraplex registry"
 SERVE = f"Run the registry of LoRA adapters (`{PROG}` and `{PROG} serve` are the same)."
@@ -71,10 +74,22 @@ async def serve(config: RegistryConfig) -> None:
     stop = asyncio.Event()
     stop_on_signals(stop)
     running = await start(config)
+    _collect_garbage_seldom()
     await stop.wait()
     log.info("the registry drains")
     await running.stop(config.drain_grace)
     log.info("the registry has stopped")
+
+
+def _collect_garbage_seldom() -> None:
+    """Full collections look at every cached adapter, 0.1 s for 4,000 of them, which answers would wait for.
+
+    What dies young is collected as ever; adapters that leave the cache are in no cycle and need no collection.
+    """
+    gc.collect()
+    gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, FULL_COLLECTIONS_SELDOM)
 
 
 def _parse(arguments: list[str]) -> tuple[str, dict[str, Any]]:
@@ -96,4 +111,4 @@ def _report(line: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -5,9 +5,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sqlalchemy.ext.asyncio import AsyncSession
-
-from registry_service import records, repository
+from registry_service import records
 from registry_service.database import Database
 from registry_service.models import AdapterVersion
 from registry_service.records import AdapterRecord, LoggedChange
@@ -33,6 +31,10 @@ class AdapterCache:
         self._absent: OrderedDict[AdapterKey, float] = OrderedDict()  # until when
         self._known_revision = 0  # of the newest change that this process has heard of
         self._loads: SingleFlight[AdapterRecord | None] = SingleFlight()
+        self.num_hits = self.num_absent = self.num_misses = 0  # of `get`
+
+    def __len__(self) -> int:
+        return len(self._records)
 
     async def get(self, namespace: str, name: str, *, is_current: bool) -> AdapterRecord | None:
         """The adapter, deleted or not. Without `is_current` the log could not be followed: then the database is asked.
@@ -44,9 +46,12 @@ class AdapterCache:
         if is_current:
             if (found := self._records.get(key)) is not None:
                 self._records.move_to_end(key)
+                self.num_hits += 1
                 return found
             if time.monotonic() < self._absent.get(key, 0.0):
+                self.num_absent += 1
                 return None
+        self.num_misses += 1
         # A load that began before a change was heard of must not answer those who come after it.
         return await self._loads.run((key, self._known_revision), "", lambda: self._load(key))
 
@@ -56,14 +61,7 @@ class AdapterCache:
             if wanted in (version.number, version.digest):
                 return version
         if wanted not in record.others:
-            uid = record.adapter.uid
-
-            async def load(session: AsyncSession) -> AdapterVersion | None:
-                if isinstance(wanted, str):
-                    return await repository.live_version(session, uid, wanted)
-                return await repository.live_version_number(session, uid, wanted)
-
-            found = await self._database.read(load)
+            found = await records.live_version(self._database, record.adapter.uid, wanted)
             if len(record.others) >= MAX_OTHERS:
                 record.others.clear()
             record.others[wanted] = found
@@ -94,7 +92,7 @@ class AdapterCache:
         await self._loads.close()
 
     async def _load(self, key: AdapterKey) -> AdapterRecord | None:
-        found, revision = await self._database.read(lambda session: records.record(session, *key))
+        found, revision = await records.record(self._database, *key)
         if revision < self._known_revision:
             return found  # perhaps of before a change, so it is not kept
         if found is None:

@@ -1,6 +1,6 @@
 """`export` and `restore`: everything that was registered as JSON lines, whichever of the databases it lies in.
 
-    {"format": "loraplex-registry", "schema": "0003"}
+    {"format": "loraplex-registry", "schema": "0004"}
     {"table": "base_models", "row": {…}}                 every row, those that others refer to first
     {"end": 5}                                           the number of rows
 
@@ -33,6 +33,7 @@ from registry_service.models import (
 from shared.errors import FailedPrecondition, InvalidArgument, RegistryUnavailable
 
 FORMAT = "loraplex-registry"
+SAME_ROWS = ("0003",)  # schemas of before whose rows are as today's
 _ROWS_TOGETHER = 500
 _TABLES: dict[str, Table] = {
     model.__tablename__: model.__table__  # type: ignore[misc]  # a Table, as of every mapped class here
@@ -63,7 +64,7 @@ def restore(url: str, source: TextIO) -> int:
     """Fills an empty database with what `export` wrote, all or nothing. How many rows that are. Blocks.
 
     Raises:
-        InvalidArgument: the input is no whole export of this version; names the line.
+        InvalidArgument: the input is no whole export that this version can read; names the line.
         FailedPrecondition: the database is not empty.
         RegistryUnavailable: no database answers.
     """
@@ -72,8 +73,9 @@ def restore(url: str, source: TextIO) -> int:
     _, head = next(lines, (1, None))
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise InvalidArgument.of("line 1", "is not the beginning of an export")
-    if head.get("schema") != migrations.head():
-        raise InvalidArgument.of("line 1", f"is of schema {head.get('schema')!r:.20}, this is {migrations.head()}")
+    known = (*SAME_ROWS, migrations.head())
+    if head.get("schema") not in known:
+        raise InvalidArgument.of("line 1", f"is of schema {head.get('schema')!r:.20}, this reads {', '.join(known)}")
     with _transaction(url, is_write=True) as connection:
         _check_empty(connection)
         count = _insert_all(connection, lines)

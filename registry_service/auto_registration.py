@@ -24,6 +24,7 @@ from shared.errors import (
     SourceUnavailable,
     from_record,
 )
+from shared.limits import is_limit
 from shared.references import LATEST, Reference, adapter_name, version_name
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,9 @@ class NamespaceSettings:
     max_adapters: int = field(default=0, metadata={"help": "adapters; 0: namespace_max_adapters", "check": is_quota})
     max_versions: int = field(default=0, metadata={"help": "versions; 0: namespace_max_versions", "check": is_quota})
     max_bytes: int = field(default=0, metadata={"help": "bytes of versions; 0: namespace_max_bytes", "check": is_quota})
+    requests_per_second: float = field(
+        default=0.0, metadata={"help": "calls a second; 0: tenant_requests_per_second", "check": is_limit}
+    )
 
 
 class _Failure(NamedTuple):

@@ -19,8 +19,11 @@ MAX_CONFIG_CHARS = 1 << 20
 
 
 class RegisteredBaseModel(NamedTuple):
+    """`is_changed`: it is new, or something of it is."""
+
     base_model: BaseModel
     created: bool
+    is_changed: bool
     revision: int
 
 
@@ -57,12 +60,12 @@ class BaseModels:
             if known is None:
                 known = BaseModel(**offered._asdict(), create_time=datetime.now(UTC))
                 session.add(known)
-                return RegisteredBaseModel(known, created=True, revision=await repository.next_revision(session))
+                return RegisteredBaseModel(known, True, True, await repository.next_revision(session))
             _check_same(known, offered)
             if known.weights_fingerprint is None and weights_fingerprint:
                 known.weights_fingerprint = weights_fingerprint
-                return RegisteredBaseModel(known, created=False, revision=await repository.next_revision(session))
-            return RegisteredBaseModel(known, created=False, revision=await repository.revision(session))
+                return RegisteredBaseModel(known, False, True, await repository.next_revision(session))
+            return RegisteredBaseModel(known, False, False, await repository.revision(session))
 
         return await self._database.write(work)
 

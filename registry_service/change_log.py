@@ -55,7 +55,8 @@ class ChangeLog:
         self._state = LogState("", 0, 0)
         self._recent: list[LoggedChange] = []
         self._recent_after = 0  # every later change is in `_recent`
-        self._read_at = 0.0
+        self.read_at = 0.0  # when the log was looked at
+        self.lag = 0  # changes that there were then and that have not been read
         self._woken = asyncio.Event()
         self._advanced = asyncio.Event()  # replaced whenever it is set
         self._tasks: list[asyncio.Task[None]] = []
@@ -67,7 +68,7 @@ class ChangeLog:
             RegistryUnavailable: the database cannot be reached.
         """
         self._start_over(await self._database.read(records.log_state))
-        self._read_at = time.monotonic()
+        self.read_at = time.monotonic()
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._read_forever()), loop.create_task(self._compact_forever())]
 
@@ -84,7 +85,7 @@ class ChangeLog:
 
     def is_current(self) -> bool:
         """Whether the log was looked at a moment ago."""
-        return time.monotonic() < self._read_at + MAX_LAG_SECONDS
+        return time.monotonic() < self.read_at + MAX_LAG_SECONDS
 
     def wake(self) -> None:
         """Something may have been committed: look now."""
@@ -155,7 +156,8 @@ class ChangeLog:
         began = time.monotonic()
         after = self._state.revision
         state, changes, through = await self._database.read(lambda s: records.changes_after(s, after, PAGE_CHANGES))
-        self._read_at = began
+        self.read_at = began
+        self.lag = max(state.revision - through, 0)
         if state.epoch != self._state.epoch or state.revision < after or state.compacted > after:
             log.warning("the change log does not continue at revision %d: starting over", after)
             self._start_over(state)

@@ -8,9 +8,11 @@ from registry_service.quotas import is_quota
 from shared.auth.settings import AccessSettings
 from shared.config import is_address
 from shared.errors import InvalidArgument
+from shared.limits import LimitSettings
 from shared.references import check_id
 from shared.sources.credentials import Credential
 from shared.sources.settings import ALLOWED_ENDPOINTS, ALLOWED_SOURCES, CREDENTIALS
+from shared.tracing import OTLP_ENDPOINT
 
 ENV_PREFIX = "LORAPLEX_REGISTRY_"
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -36,12 +38,16 @@ def _are_roots(roots: dict[str, str]) -> str | None:
     return None
 
 
+def _is_address_or_off(address: str) -> str | None:
+    return None if address == "" else is_address(address)
+
+
 def _is_positive(value: float) -> str | None:
     return None if value > 0 else "a number above zero"
 
 
 @dataclass(frozen=True)
-class RegistryConfig(AccessSettings):
+class RegistryConfig(AccessSettings, LimitSettings):
     """One registry process."""
 
     listen: str = field(
@@ -123,4 +129,9 @@ class RegistryConfig(AccessSettings):
     drain_grace: float = field(
         default=20.0, metadata={"help": "How long running calls may take after SIGTERM.", "check": _is_positive}
     )
+    metrics_listen: str = field(
+        default="",
+        metadata={"help": "Address of Prometheus metrics (GET /metrics); empty: none.", "check": _is_address_or_off},
+    )
+    otlp_endpoint: str = field(default="", metadata=OTLP_ENDPOINT)
     log_level: LogLevel = field(default="info", metadata={"help": "Least severe records to log."})

@@ -2,17 +2,19 @@
 
 SQLite: the driver's own transaction control is off; writes begin IMMEDIATE, so a writer waits at its start and never
 fails in its middle. Postgres: reads see one snapshot; writes run READ COMMITTED and lock the rows they decide by.
+One SELECT alone sees one moment on either, so it goes without a transaction.
 """
 
 import asyncio
 import logging
 import random
 import sqlite3
-from collections.abc import Awaitable, Callable, Coroutine
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from sqlalchemy import Connection, event
+from sqlalchemy import Connection, Engine, Executable, Row, create_engine, event
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
@@ -28,19 +30,28 @@ _ATTEMPTS = 5
 _RETRY_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
 _BUSY_MILLISECONDS = 15_000
+# A connection to Postgres whose other end is gone without a word is given up within seconds, idle or not.
+_SILENCE: dict[str, Any] = {"keepalives_idle": 5, "keepalives_interval": 2, "tcp_user_timeout": 10_000}
 _UNAVAILABLE = "the registry's database is unavailable"
+_POSTGRES: dict[str, Any] = {
+    "pool_timeout": 10,
+    # Prepared statements do not survive a transaction pooler between us and Postgres.
+    "connect_args": {"prepare_threshold": None, "connect_timeout": 5},
+}
 _SQLITE_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _SQLITE_BROKEN = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY)
 _REPEATABLE_STATES = ("40001", "40P01")  # serialization_failure, deadlock_detected
+_READ_ONLY = "25006"
 _LOST_CLASSES = ("08", "57P", "53", "3D")  # connection, shutting down or starting, out of something, no such database
 
 
 class Database:
-    """An engine, and the only two ways to use it: `read` and `write`."""
+    """Connections, and the only ways to use them: `read` and `write` are transactions, `rows` is one SELECT."""
 
     def __init__(self, url: str) -> None:
         """`url` is sqlite:///PATH or postgresql://…, as in the configuration."""
         self.engine = _create_engine(url)
+        self.lookups = _create_lookups(url)
         writing = self.engine.execution_options(is_write=True)
         reading = self.engine
         if not is_sqlite(url):
@@ -50,10 +61,33 @@ class Database:
         self._running: set[asyncio.Future[Any]] = set()
         self._is_down = False
         self.on_write: Callable[[], None] = lambda: None  # called after every commit of a `write`
+        self.on_connection: Callable[[float], None] = lambda seconds: None  # told how long each was waited for
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the last transaction found a usable database."""
+        return not self._is_down
 
     async def read(self, work: Work[T]) -> T:
         """The result of `work` in one read-only transaction."""
-        return await self._finished(self._repeat(self._readers, work))
+        return await self._finished(self._repeat(lambda: self._transaction(self._readers, work)))
+
+    async def rows(self, query: Executable, values: Mapping[str, Any]) -> Sequence[Row[Any]]:
+        """The rows of one SELECT, for less than half of what a transaction would cost.
+
+        Raises:
+            RegistryUnavailable: the database cannot be reached.
+        """
+
+        async def once() -> Sequence[Row[Any]]:
+            try:
+                return await self._select(query, values)
+            except DBAPIError as error:
+                if not error.connection_invalidated:
+                    raise
+            return await self._select(query, values)  # the connection was dead; with it went all others of the pool
+
+        return await self._finished(self._repeat(once))
 
     async def write(self, work: Work[T]) -> T:
         """The result of `work` in one transaction, committed. `work` is repeated if it lost a race, so it must have no
@@ -64,7 +98,7 @@ class Database:
         """
 
         async def committed() -> T:
-            result = await self._repeat(self._writers, work)
+            result = await self._repeat(lambda: self._transaction(self._writers, work), is_write=True)
             self.on_write()
             return result
 
@@ -75,6 +109,10 @@ class Database:
         if self._running:
             await asyncio.wait(self._running, timeout=_CLOSE_SECONDS)
         await self.engine.dispose()
+        if isinstance(self.lookups, AsyncEngine):
+            await self.lookups.dispose()
+        else:
+            self.lookups.dispose()
 
     async def _finished(self, transaction: Coroutine[Any, Any, T]) -> T:
         """It runs to its end though its caller may leave: cut off half-way it would cost its connection."""
@@ -88,17 +126,33 @@ class Database:
         if not task.cancelled():
             task.exception()  # seen, also when nobody waits any more
 
-    async def _repeat(self, sessions: async_sessionmaker[AsyncSession], work: Work[T]) -> T:
+    async def _select(self, query: Executable, values: Mapping[str, Any]) -> Sequence[Row[Any]]:
+        began = time.monotonic()
+        if isinstance(self.lookups, Engine):
+            return await asyncio.to_thread(_select_now, self.lookups, query, values)
+        async with self.lookups.connect() as connection:
+            self.on_connection(time.monotonic() - began)
+            return (await connection.execute(query, values)).all()
+
+    async def _transaction(self, sessions: async_sessionmaker[AsyncSession], work: Work[T]) -> T:
+        began = time.monotonic()
+        async with sessions.begin() as session:
+            await session.connection()
+            self.on_connection(time.monotonic() - began)
+            return await work(session)
+
+    async def _repeat(self, once: Callable[[], Awaitable[T]], *, is_write: bool = False) -> T:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                async with sessions.begin() as session:
-                    result = await work(session)
+                result = await once()
                 self._came_up()
                 return result
             except (DBAPIError, PoolTimeout, OSError) as error:
-                kind = _kind(error)
+                kind = "lost" if is_write and _is_standby(error) else _kind(error)
                 if kind == "bug" or (attempt == _ATTEMPTS and isinstance(error, IntegrityError)):
                     raise
+                if is_write and _is_standby(error):
+                    await self.engine.dispose()  # connect anew: to the server that is the primary now
                 if kind == "lost" or attempt == _ATTEMPTS:
                     self._went_down(error)
                     raise RegistryUnavailable(_UNAVAILABLE, retry_after=_RETRY_SECONDS) from None
@@ -134,18 +188,27 @@ def _create_engine(url: str) -> AsyncEngine:
         engine = create_async_engine(driver_url(url, is_async=True), pool_size=8)
         configure_sqlite(engine.sync_engine)
         return engine
-    # Prepared statements do not survive a transaction pooler between us and Postgres.
-    return create_async_engine(
-        driver_url(url, is_async=True),
-        pool_size=10,
-        pool_timeout=10,
-        pool_pre_ping=True,
-        connect_args={"prepare_threshold": None, "connect_timeout": 5},
-    )
+    return create_async_engine(driver_url(url, is_async=True), pool_size=10, pool_pre_ping=True, **_POSTGRES)
 
 
-def configure_sqlite(engine: Any) -> None:
-    """Makes a (synchronous) SQLite engine keep foreign keys and begin transactions as this module says."""
+def _create_lookups(url: str) -> AsyncEngine | Engine:
+    """Connections that take each statement as it comes. SQLite's are for threads: the asynchronous driver needs four
+    hops to a thread for a SELECT."""
+    settings: dict[str, Any] = {"pool_size": 4, "isolation_level": "AUTOCOMMIT", "skip_autocommit_rollback": True}
+    if is_sqlite(url):
+        engine = create_engine(driver_url(url, is_async=False), **settings)
+        configure_sqlite(engine, begins=False)
+        return engine
+    return create_async_engine(driver_url(url, is_async=True), **settings, **_POSTGRES)
+
+
+def _select_now(engine: Engine, query: Executable, values: Mapping[str, Any]) -> Sequence[Row[Any]]:
+    with engine.connect() as connection:
+        return connection.execute(query, values).all()
+
+
+def configure_sqlite(engine: Any, *, begins: bool = True) -> None:
+    """Makes a (synchronous) SQLite engine keep foreign keys and begin transactions, if it does, as this module says."""
 
     @event.listens_for(engine, "connect")
     def on_connect(connection: Any, _record: object) -> None:
@@ -155,10 +218,17 @@ def configure_sqlite(engine: Any) -> None:
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 
-    @event.listens_for(engine, "begin")
     def on_begin(connection: Connection) -> None:
         is_write = connection.get_execution_options().get("is_write", False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if is_write else "BEGIN")
+
+    if begins:
+        event.listen(engine, "begin", on_begin)
+
+
+def _is_standby(error: Exception) -> bool:
+    """Whether a statement failed because the server takes no writes (any more)."""
+    return isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) == _READ_ONLY
 
 
 def _kind(error: Exception) -> Literal["lost", "race", "bug"]:

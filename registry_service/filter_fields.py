@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, case, exists, false, func, not_, or_, select
+from sqlalchemy import ColumnElement, and_, case, exists, false, func, literal, not_, or_, select
 from sqlalchemy.orm import aliased
 
 from registry_service.filter_syntax import All, AnyOf, Comparison, Not, Term, Value, wrong
+from registry_service.label_queries import has_key, has_pair
 from registry_service.models import DELETED, DEPRECATED, READY, Adapter, AdapterVersion, Alias
 
 EMPTY = "EMPTY"  # state of an adapter without a live version
@@ -91,16 +92,20 @@ class _Map:
             return self._has(comparison.value.text, comparison.value.position)
         if comparison.operator == ":" and comparison.value.text == "*":
             return self._has(key, comparison.position)
-        return _Text(self._at(key, comparison.position))(comparison)
+        _check_key(key, comparison.position)
+        value = comparison.value.text
+        if comparison.operator == "=" and not value.endswith("*"):
+            return has_pair(self.column, literal(key), literal(value))
+        return _Text(self.column[key].as_string())(comparison)
 
     def _has(self, key: str, position: int) -> ColumnElement[bool]:
-        is_there: ColumnElement[bool] = self._at(key, position).is_not(None)
-        return is_there
+        _check_key(key, position)
+        return has_key(self.column, literal(key))
 
-    def _at(self, key: str, position: int) -> Any:
-        if not _KEY.fullmatch(key):
-            raise wrong(position, f"{key!r:.80} is no key: 1 to 63 of A-Z a-z 0-9 . _ / -")
-        return self.column[key].as_string()
+
+def _check_key(key: str, position: int) -> None:
+    if not _KEY.fullmatch(key):
+        raise wrong(position, f"{key!r:.80} is no key: 1 to 63 of A-Z a-z 0-9 . _ / -")
 
 
 def _aliases(comparison: Comparison) -> ColumnElement[bool]:

@@ -28,7 +28,8 @@ async def live_adapter(session: AsyncSession, namespace: str, name: str, *, lock
 def check_live(adapter: Adapter) -> None:
     if adapter.delete_time is not None:
         resource = adapter_name(adapter.namespace, adapter.name)
-        raise AdapterNotFound(f"adapter {resource} is deleted", metadata={"adapter": resource})
+        message = f"adapter {resource} is deleted; UndeleteAdapter brings it back"
+        raise AdapterNotFound(message, metadata={"adapter": resource})
 
 
 async def live_version(session: AsyncSession, adapter: Adapter, number: int) -> AdapterVersion:

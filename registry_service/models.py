@@ -34,6 +34,7 @@ NAMING = {
 
 READY, DEPRECATED, DELETED = "READY", "DEPRECATED", "DELETED"
 UPSERT, DELETE = "UPSERT", "DELETE"
+IS_WANTED = text("residency <> 'ON_DEMAND'")  # replicas shall hold the adapter; word for word as in the index
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -76,6 +77,10 @@ class Adapter(Table):
     __table_args__ = (
         UniqueConstraint("namespace", "name"),
         Index("ix_adapters_delete_time", "delete_time"),
+        Index("ix_adapters_namespace_create_time", "namespace", "create_time"),
+        Index("ix_adapters_namespace_update_time", "namespace", "update_time"),
+        Index("ix_adapters_wanted", "namespace", "name", sqlite_where=IS_WANTED, postgresql_where=IS_WANTED),
+        Index("ix_adapters_labels", "labels", postgresql_using="gin").ddl_if(dialect="postgresql"),
         CheckConstraint("next_version >= 1", name="next_version"),
         CheckConstraint("residency IN ('ON_DEMAND', 'PRELOAD', 'PINNED')", name="residency"),
     )

@@ -67,12 +67,15 @@ class Order(NamedTuple):
         values = [_decoded(part, term.type) for part, term in zip(key, self.terms, strict=True)]
         if not any(term.is_descending for term in self.terms):
             return tuple_(*(term.column for term in self.terms)) > tuple_(*values)  # one range of an index
+        first, start = self.terms[0], values[0]
+        # Implied by what follows, for the sake of an index.
+        begin = first.column <= start if first.is_descending else first.column >= start
         alternatives: list[ColumnElement[bool]] = []
         equal: list[ColumnElement[bool]] = []
         for term, value in zip(self.terms, values, strict=True):
             alternatives.append(and_(*equal, term.column < value if term.is_descending else term.column > value))
             equal.append(term.column == value)
-        return or_(*alternatives)
+        return and_(begin, or_(*alternatives))
 
 
 def parse_order(text: str, columns: Mapping[str, Term], default: tuple[Term, ...]) -> Order:

@@ -16,10 +16,13 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from registry_service import replica_queries
 from registry_service.database import Database
 from registry_service.models import DELETED, Adapter, AdapterVersion, Alias, AliasTarget, Change, RequestId
+from shared.auth import Caller, audit
 from shared.errors import RegistryUnavailable
+from shared.references import Reference
 
 log = logging.getLogger(__name__)
 
+CALLER = "purge"  # in the audit log
 PURGE_SECONDS = 30.0
 TOGETHER = 100  # rows in a transaction: others wait for it
 REPLICAS_KEPT = timedelta(minutes=10)  # after their lease, so that one which was away need not tell all again
@@ -39,6 +42,7 @@ class Purger:
     def __init__(self, database: Database, keep: timedelta) -> None:
         self._database = database
         self._keep = keep
+        self.total = Purged(0, 0, 0)  # by this registry
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -54,18 +58,22 @@ class Purger:
 
     async def purge(self) -> Purged:
         """One transaction; all zero: nothing is left to do, or another registry is at it."""
-        return await self._database.write(self._purge)
+        purged, names = await self._database.write(self._purge)
+        for name in names:
+            audit.record(Caller(CALLER, name.namespace, {}), "Purge", name.canonical(), outcome="OK")
+        self.total = Purged(*(a + b for a, b in zip(self.total, purged, strict=True)))
+        return purged
 
-    async def _purge(self, session: AsyncSession) -> Purged:
+    async def _purge(self, session: AsyncSession) -> tuple[Purged, list[Reference]]:
+        """Also the names of the adapters and versions."""
         if not await _is_mine(session):
-            return Purged(0, 0, 0)
+            return Purged(0, 0, 0), []
         now = await _now(session)
         await self._set_purge_times(session)
-        return Purged(
-            await _purge_adapters(session, now),
-            await _purge_versions(session, now),
-            await replica_queries.forget_replicas(session, now - REPLICAS_KEPT),
-        )
+        adapters = await _purge_adapters(session, now)
+        versions = await _purge_versions(session, now)
+        replicas = await replica_queries.forget_replicas(session, now - REPLICAS_KEPT)
+        return Purged(len(adapters), len(versions), replicas), adapters + versions
 
     async def _set_purge_times(self, session: AsyncSession) -> None:
         """Registries of before there was a purge deleted without one."""
@@ -90,25 +98,33 @@ async def _now(session: AsyncSession) -> datetime:
     return datetime.now(UTC) - timedelta(milliseconds=2)
 
 
-async def _purge_adapters(session: AsyncSession, now: datetime) -> int:
+async def _purge_adapters(session: AsyncSession, now: datetime) -> list[Reference]:
     is_told_of = exists(select(Change.revision).where(Change.adapter_uid == Adapter.uid))
-    query = select(Adapter.uid).where(Adapter.delete_time.is_not(None), Adapter.purge_time <= now, ~is_told_of)
-    uids = (await session.scalars(query.limit(TOGETHER).with_for_update(skip_locked=True))).all()
-    if uids:
+    query = select(Adapter.uid, Adapter.namespace, Adapter.name).where(
+        Adapter.delete_time.is_not(None), Adapter.purge_time <= now, ~is_told_of
+    )
+    found = (await session.execute(query.limit(TOGETHER).with_for_update(skip_locked=True))).all()
+    if uids := [row.uid for row in found]:
         await _forget_answers(session, AdapterVersion.adapter_uid.in_(uids))
         for table in (AliasTarget, Alias, AdapterVersion):
             await session.execute(delete(table).where(table.adapter_uid.in_(uids)))
         await session.execute(delete(Adapter).where(Adapter.uid.in_(uids)))
-    return len(uids)
+    return [Reference(row.namespace, row.name) for row in found]
 
 
-async def _purge_versions(session: AsyncSession, now: datetime) -> int:
-    query = select(AdapterVersion.uid).where(AdapterVersion.state == DELETED, AdapterVersion.purge_time <= now)
-    uids = (await session.scalars(query.limit(TOGETHER).with_for_update(skip_locked=True))).all()
-    if uids:
+async def _purge_versions(session: AsyncSession, now: datetime) -> list[Reference]:
+    query = (
+        select(AdapterVersion.uid, AdapterVersion.number, Adapter.namespace, Adapter.name)
+        .join(Adapter, Adapter.uid == AdapterVersion.adapter_uid)
+        .where(AdapterVersion.state == DELETED, AdapterVersion.purge_time <= now)
+        .limit(TOGETHER)
+        .with_for_update(of=AdapterVersion, skip_locked=True)
+    )
+    found = (await session.execute(query)).all()
+    if uids := [row.uid for row in found]:
         await _forget_answers(session, AdapterVersion.uid.in_(uids))
         await session.execute(delete(AdapterVersion).where(AdapterVersion.uid.in_(uids)))
-    return len(uids)
+    return [Reference(row.namespace, row.name, version=row.number) for row in found]
 
 
 async def _forget_answers(session: AsyncSession, versions: ColumnElement[bool]) -> None:

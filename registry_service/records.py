@@ -3,14 +3,22 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import ColumnElement, Select, and_, bindparam, delete, func, or_, select, tuple_, update
+from sqlalchemy import ColumnElement, Select, and_, bindparam, delete, func, literal_column, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
+from registry_service.database import Database
 from registry_service.models import DELETED, Adapter, AdapterVersion, Alias, AliasTarget, Change, RegistryState
 from registry_service.repository import AdapterView, AliasView
+
+Entity = TypeVar("Entity", Adapter, AdapterVersion)
+
+_ADAPTER = tuple(Adapter.__table__.columns)
+_VERSION = tuple(AdapterVersion.__table__.columns)
+_ADAPTER_KEYS = tuple(column.key for column in _ADAPTER)
+_VERSION_KEYS = tuple(column.key for column in _VERSION)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +72,17 @@ class LogPage(NamedTuple):
 # ---- whole adapters
 
 
-async def record(session: AsyncSession, namespace: str, name: str) -> tuple[AdapterRecord | None, int]:
+async def record(database: Database, namespace: str, name: str) -> tuple[AdapterRecord | None, int]:
     """One adapter, deleted or not, and the revision at which there is this one, or none."""
-    revision, found = await _records(session, _BY_NAME, {"of_namespace": namespace, "of_name": name})
+    revision, found = _records(await database.rows(_BY_NAME, {"of_namespace": namespace, "of_name": name}))
     return (found[0] if found else None), revision
+
+
+async def live_version(database: Database, uid: str, wanted: int | str) -> AdapterVersion | None:
+    """The adapter's live version of this number or digest."""
+    query = _BY_DIGEST if isinstance(wanted, str) else _BY_NUMBER
+    rows = await database.rows(query, {"of_adapter": uid, "wanted": wanted})
+    return _entity(AdapterVersion, _VERSION_KEYS, rows[0]) if rows else None
 
 
 async def snapshot_page(
@@ -87,18 +102,18 @@ async def snapshot_page(
     if base_model:
         page = page.where(row.base_model == base_model)
     if is_wanted_only:
-        page = page.where(row.residency != "ON_DEMAND")
+        page = page.where(row.residency != literal_column("'ON_DEMAND'"))  # the condition of an index
     page = page.order_by(row.namespace, row.name).limit(limit)
-    _, found = await _records(session, _whole_adapters(Adapter.uid.in_(page)), {})
+    _, found = _records((await session.execute(_whole_adapters(Adapter.uid.in_(page)))).all())
     return sorted(found, key=lambda record: (record.adapter.namespace, record.adapter.name))
 
 
 def _whole_adapters(wanted: ColumnElement[bool]) -> Select[*tuple[Any, ...]]:
-    """The adapters that fulfil `wanted`: a row for every alias of a version, and for one without."""
+    """The adapters that fulfil `wanted`: a row for every alias of a version, and for one without. See `_Row`."""
     other = aliased(AdapterVersion)
     latest = select(func.max(other.number)).where(other.adapter_uid == Adapter.uid, other.state != DELETED)
     return (
-        select(RegistryState.revision, Adapter, AdapterVersion, AliasTarget.weight, Alias)
+        select(RegistryState.revision, *_ADAPTER, *_VERSION, AliasTarget.weight, Alias.name, Alias.update_time)
         .select_from(RegistryState)
         .outerjoin(Adapter, wanted)
         .outerjoin(AdapterVersion, and_(AdapterVersion.adapter_uid == Adapter.uid, AdapterVersion.state != DELETED))
@@ -123,27 +138,52 @@ _BY_NAME = _whole_adapters(and_(Adapter.namespace == bindparam("of_namespace"), 
 _BY_UID = _whole_adapters(Adapter.uid.in_(bindparam("uids", expanding=True)))
 
 
-async def _records(
-    session: AsyncSession, query: Select[Any], values: Mapping[str, Any]
-) -> tuple[int, list[AdapterRecord]]:
-    """The adapters that a query of `_whole_adapters` finds, and the revision at which they are so."""
-    rows = (await session.execute(query, values)).all()
-    by_adapter: dict[str, list[Any]] = {}
+_LIVE_VERSION = select(*_VERSION).where(
+    AdapterVersion.adapter_uid == bindparam("of_adapter"), AdapterVersion.state != DELETED
+)
+_BY_NUMBER = _LIVE_VERSION.where(AdapterVersion.number == bindparam("wanted"))
+_BY_DIGEST = _LIVE_VERSION.where(AdapterVersion.digest == bindparam("wanted"))
+
+
+class _Row(NamedTuple):
+    """A row of `_whole_adapters`. Values of `adapter` and `version` are all None where there is none."""
+
+    revision: int
+    adapter: Sequence[Any]
+    version: Sequence[Any]
+    weight: float
+    alias: str | None
+    alias_time: datetime
+
+
+def _records(rows: Sequence[Sequence[Any]]) -> tuple[int, list[AdapterRecord]]:
+    """The adapters that a query of `_whole_adapters` has found, and the revision at which they are so."""
+    by_adapter: dict[str, list[_Row]] = {}
     for row in rows:
-        if row.Adapter is not None:
-            by_adapter.setdefault(row.Adapter.uid, []).append(row)
-    return rows[0].revision, [_record(found) for found in by_adapter.values()]
+        adapter, version = row[1 : 1 + len(_ADAPTER)], row[1 + len(_ADAPTER) : -3]
+        if (uid := adapter[0]) is not None:
+            by_adapter.setdefault(uid, []).append(_Row(row[0], adapter, version, *row[-3:]))
+    return rows[0][0], [_record(found) for found in by_adapter.values()]
 
 
-def _record(rows: Sequence[Any]) -> AdapterRecord:
-    versions = {row.AdapterVersion.number: row.AdapterVersion for row in rows if row.AdapterVersion is not None}
+def _record(rows: Sequence[_Row]) -> AdapterRecord:
+    versions: dict[str, AdapterVersion] = {}
     targets: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
-        if row.Alias is not None:
-            targets.setdefault(row.Alias.name, []).append((row.AdapterVersion.number, row.weight))
-    times = {row.Alias.name: row.Alias.update_time for row in rows if row.Alias is not None}
+        uid = row.version[0]
+        if uid is not None and uid not in versions:
+            versions[uid] = _entity(AdapterVersion, _VERSION_KEYS, row.version)
+        if row.alias is not None:
+            targets.setdefault(row.alias, []).append((versions[uid].number, row.weight))
+    times = {row.alias: row.alias_time for row in rows}
     aliases = tuple(AliasView(name, tuple(found), times[name]) for name, found in targets.items())
-    return AdapterRecord(rows[0].Adapter, aliases, versions, rows[0].revision)
+    by_number = {version.number: version for version in versions.values()}
+    return AdapterRecord(_entity(Adapter, _ADAPTER_KEYS, rows[0].adapter), aliases, by_number, rows[0].revision)
+
+
+def _entity(kind: type[Entity], keys: Sequence[str], values: Sequence[Any]) -> Entity:
+    """An object of no session: those that a session makes and keeps track of take longer."""
+    return kind(**dict(zip(keys, values, strict=True)))
 
 
 # ---- the log
@@ -168,7 +208,7 @@ async def changes_after(session: AsyncSession, revision: int, limit: int) -> Log
 
 
 async def _by_uid(session: AsyncSession, uids: Iterable[str]) -> dict[str, AdapterRecord]:
-    _, found = await _records(session, _BY_UID, {"uids": list(uids)})
+    _, found = _records((await session.execute(_BY_UID, {"uids": list(uids)})).all())
     return {record.adapter.uid: record for record in found}
 
 

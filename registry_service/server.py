@@ -18,6 +18,7 @@ from registry_service.change_log import ChangeLog, LogSettings
 from registry_service.config import RegistryConfig
 from registry_service.database import Database, is_sqlite
 from registry_service.listener import listen
+from registry_service.metrics import RegistryMetrics, RegistryState
 from registry_service.purging import Purger
 from registry_service.quotas import Amounts, Quotas
 from registry_service.registration import Registrar
@@ -27,10 +28,14 @@ from registry_service.servicer import RegistryServicer
 from registry_service.validation import Limits
 from registry_service.watch import Watches
 from shared.auth.gate import AccessGate
+from shared.auth.tenant_calls import TenantCalls
+from shared.call_observers import CallObserver
 from shared.errors import InvalidArgument
 from shared.grpc_server import BoundServer, create_server, drain
+from shared.metrics import MetricsServer
 from shared.references import check_id, parse_base_model
 from shared.sources.policy import SourcePolicy
+from shared.tracing import start_tracing
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +45,10 @@ HEARTBEAT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class RunningRegistry:
-    """A registry that serves on `port`."""
+    """A registry that serves on `port`; `metrics_port` is 0 if its metrics are not wanted."""
 
     port: int
+    metrics_port: int
     database: Database
     log: ChangeLog
     _bound: BoundServer
@@ -66,10 +72,12 @@ async def start(config: RegistryConfig) -> RunningRegistry:
             address is taken.
     """
     roots = _existing(config.file_roots)
-    gate, credentials = AccessGate(config.authenticator()), config.tls_credentials()
+    gate, credentials = AccessGate(config.authenticator(), _tenant_calls(config)), config.tls_credentials()
     prepare = migrations.upgrade if is_sqlite(config.database) else migrations.check
     await asyncio.to_thread(prepare, config.database)
     async with AsyncExitStack() as parts:
+        metrics = RegistryMetrics() if config.metrics_listen else None
+        observers: list[CallObserver] = [*([metrics] if metrics else []), *_traces(config, parts)]
         database = Database(config.database)
         parts.push_async_callback(database.close)
         cache = AdapterCache(database, config.cached_adapters)
@@ -82,7 +90,8 @@ async def start(config: RegistryConfig) -> RunningRegistry:
         registrar = Registrar(database, policy, limits, quotas, config.registration_seconds)
         parts.push_async_callback(registrar.close)
         keep = timedelta(seconds=config.deleted_keep_seconds)
-        purging = asyncio.get_running_loop().create_task(Purger(database, keep).run())
+        purger = Purger(database, keep)
+        purging = asyncio.get_running_loop().create_task(purger.run())
         parts.callback(purging.cancel)
         auto = AutoRegistrar(registrar, _checked(config.namespaces), cache.forget)
         parts.push_async_callback(auto.close)
@@ -94,18 +103,40 @@ async def start(config: RegistryConfig) -> RunningRegistry:
             BaseModels(database),
             config.resolve_ttl_seconds,
         )
+        state = RegistryState(database, changes, cache, watches, purger)
+        metrics_port = _serve_metrics(config.metrics_listen, metrics, state, parts) if metrics else 0
         bound = await create_server(
             config.listen,
             lambda server: registry_pb2_grpc.add_AdapterRegistryServiceServicer_to_server(servicer, server),
             [SERVICE],
+            limits=config.limits(),
             gate=gate,
             credentials=credentials,
             health_listen=config.health_listen,
+            observers=observers,
         )
         await bound.server.start()
         await bound.readiness.set(serving=True)
         log.info("the registry is ready", extra={"port": bound.port, "listen": config.listen})
-        return RunningRegistry(bound.port, database, changes, bound, watches, parts.pop_all())
+        return RunningRegistry(bound.port, metrics_port, database, changes, bound, watches, parts.pop_all())
+
+
+def _traces(config: RegistryConfig, parts: AsyncExitStack) -> list[CallObserver]:
+    tracing = start_tracing(config.otlp_endpoint, "loraplex-registry", "registry")
+    if tracing is None:
+        return []
+    parts.push_async_callback(asyncio.to_thread, tracing.close)
+    return [tracing]
+
+
+def _serve_metrics(listen: str, metrics: RegistryMetrics, state: RegistryState, parts: AsyncExitStack) -> int:
+    """Returns the port."""
+    metrics.collector.register(state)
+    state.database.on_connection = metrics.connected
+    server = MetricsServer(listen, metrics.collector)
+    parts.callback(server.close)
+    log.info("metrics", extra={"port": server.port})
+    return server.port
 
 
 async def _started_log(
@@ -130,6 +161,11 @@ def _checked(namespaces: Mapping[str, NamespaceSettings]) -> Mapping[str, Namesp
         if settings.auto_register:
             parse_base_model(settings.base_model, f"namespaces.{name}.base_model")
     return namespaces
+
+
+def _tenant_calls(config: RegistryConfig) -> TenantCalls:
+    own = {name: of.requests_per_second for name, of in config.namespaces.items()}
+    return TenantCalls(config.max_calls_per_tenant, config.buckets(config.tenant_requests_per_second, own))
 
 
 def _quotas(config: RegistryConfig) -> Quotas:

@@ -28,7 +28,7 @@ from registry_service.replicas import Replicas
 from registry_service.repository import ListQuery
 from registry_service.service import RegistryService
 from registry_service.update_requests import adapter_update
-from shared.auth import caller_of
+from shared.auth import caller_of, changed_nothing
 from shared.references import parse_base_model, parse_reference
 
 if TYPE_CHECKING:
@@ -175,6 +175,8 @@ class RegistryServicer(registry_pb2_grpc.AdapterRegistryServiceServicer):
             requests.fingerprint(request.fingerprint, "fingerprint"),
             requests.fingerprint(request.weights_fingerprint, "weights_fingerprint"),
         )
+        if not registered.is_changed:
+            changed_nothing(context)  # replicas tell their base model whenever they start
         return pb.RegisterBaseModelResponse(
             base_model=base_model_message(registered.base_model),
             created=registered.created,

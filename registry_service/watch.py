@@ -106,6 +106,14 @@ class _Wanted(NamedTuple):
         ]
 
 
+@dataclass(eq=False)
+class WatchProgress:
+    """How far a watch is: everything up to `revision` was taken; since when what comes next is being sent, if it is."""
+
+    revision: int
+    sending_since: float | None = None
+
+
 class Watches:
     """The watches of one registry. One that has nothing to tell says so every `heartbeat` seconds."""
 
@@ -115,6 +123,7 @@ class Watches:
         self._heartbeat = heartbeat
         self._history_reads = asyncio.Semaphore(MAX_HISTORY_READS)
         self._is_draining = False
+        self.progress: set[WatchProgress] = set()  # of the open watches
 
     def drain(self) -> None:
         """Ends every watch, now and from now on."""
@@ -134,11 +143,24 @@ class Watches:
         token = request.token or ResumeToken(now, None if request.skip_snapshot else ("", ""))
         if token.position.epoch != now.epoch or token.position.revision > now.revision:
             raise compacted(token.position)
+        progress = WatchProgress(token.position.revision)
+        self.progress.add(progress)
+        try:
+            async for batch in self._batches(wanted, token, progress, request.is_wanted_only):
+                progress.sending_since = time.monotonic()
+                yield batch
+                progress.sending_since = None
+        finally:
+            self.progress.discard(progress)
+
+    async def _batches(
+        self, wanted: _Wanted, token: ResumeToken, progress: WatchProgress, is_wanted_only: bool
+    ) -> AsyncIterator[Batch]:
         if token.snapshot_after is not None:
-            is_wanted_only = request.is_wanted_only
             async for batch in self._snapshot(wanted, token.position, token.snapshot_after, is_wanted_only):
                 yield batch
-        async for batch in self._changes(wanted, token.position, is_complete=token.snapshot_after is not None):
+        is_complete = token.snapshot_after is not None
+        async for batch in self._changes(wanted, token.position, progress, is_complete=is_complete):
             yield batch
 
     async def _now(self) -> Position:
@@ -173,7 +195,9 @@ class Watches:
             changes = [LoggedChange(position.revision, record) for record in page]
             yield Batch(changes, ResumeToken(position, None if is_complete else after), True, is_complete)
 
-    async def _changes(self, wanted: _Wanted, position: Position, *, is_complete: bool) -> AsyncIterator[Batch]:
+    async def _changes(
+        self, wanted: _Wanted, position: Position, progress: WatchProgress, *, is_complete: bool
+    ) -> AsyncIterator[Batch]:
         """Changes after `position`. `is_complete`: that all before is told was said already."""
         is_live, told_at = False, time.monotonic()
         while True:
@@ -193,6 +217,7 @@ class Watches:
                 told_at = time.monotonic()
                 yield Batch(matching, ResumeToken(position), is_complete=is_live and not is_complete)
                 is_complete = is_complete or is_live
+            progress.revision = position.revision
             if is_live:
                 await self._log.advance(position.revision, self._heartbeat)
 

@@ -9,7 +9,8 @@ import grpc
 
 from shared.changing_file import ChangingFile
 from shared.errors import InvalidArgument
-from shared.tls import SYSTEM_CA, client_credentials
+from shared.following_channel import FollowingChannel
+from shared.tls import SYSTEM_CA, client_credentials, client_files
 
 MAX_TOKEN_CHARS = 6 << 10  # servers take 8 KiB of metadata
 
@@ -20,7 +21,7 @@ class ClientIdentity:
 
     `token`: bearer token. `token_file`: or a file with it, which is read again when it changes.
     `ca`: PEM file of the CA that signs the servers' certificates, or `system`; any of ca, cert and key means TLS.
-    `cert`, `key`: PEM files of the client's own certificate, for mTLS; they are read once.
+    `cert`, `key`: PEM files of the client's own certificate, for mTLS. When a PEM file changes, new calls go by it.
     """
 
     token: str = field(default="", repr=False)
@@ -39,21 +40,28 @@ NOBODY = ClientIdentity()
 
 
 def open_channel(
-    target: str, identity: ClientIdentity = NOBODY, options: Sequence[tuple[str, Any]] = ()
+    target: str,
+    identity: ClientIdentity = NOBODY,
+    options: Sequence[tuple[str, Any]] = (),
+    interceptors: Sequence[Any] = (),
 ) -> grpc.aio.Channel:
-    """A channel to `target`. Create it inside a running event loop.
+    """A channel to `target`. Create it inside a running event loop. `interceptors`: see calls first.
 
     Raises:
         InvalidArgument: a file of `identity` cannot be used; names its field.
     """
-    interceptors = _interceptors(identity)
+    all_interceptors = [*interceptors, *_interceptors(identity)]
     if not identity.is_secure:
-        return grpc.aio.insecure_channel(target, options, interceptors=interceptors)
-    credentials = client_credentials(identity.ca or SYSTEM_CA, identity.cert, identity.key)
-    return grpc.aio.secure_channel(target, credentials, options, interceptors=interceptors)
+        return grpc.aio.insecure_channel(target, options, interceptors=all_interceptors)
+
+    def secured(credentials: grpc.ChannelCredentials) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(target, credentials, options, interceptors=all_interceptors)
+
+    files = client_files(identity.ca or SYSTEM_CA, identity.cert, identity.key)
+    return FollowingChannel(files, secured) if files is not None else secured(client_credentials())
 
 
-def _interceptors(identity: ClientIdentity) -> list[Any] | None:
+def _interceptors(identity: ClientIdentity) -> list[Any]:
     if identity.token and identity.token_file:
         raise InvalidArgument.of("token_file", "cannot be given together with token")
     if identity.token:
@@ -62,7 +70,7 @@ def _interceptors(identity: ClientIdentity) -> list[Any] | None:
     if identity.token_file:
         read = _token_file(identity.token_file).value
         return [_BearerUnary(read), _BearerStream(read)]
-    return None
+    return []
 
 
 def _token_file(path: str) -> ChangingFile[str]:

@@ -27,6 +27,8 @@
     │   ├── QueueFull                               QUEUE_FULL
     │   ├── TenantQuota                             TENANT_QUOTA
     │   ├── AdapterMemory                           ADAPTER_MEMORY
+    │   ├── RateLimited                             RATE_LIMITED
+    │   ├── ClientTooSlow                           CLIENT_TOO_SLOW
     │   ├── WatchTooSlow                            WATCH_TOO_SLOW
     │   └── NamespaceQuota                          NAMESPACE_QUOTA
     ├── Unavailable             UNAVAILABLE
@@ -212,6 +214,18 @@ class TenantQuota(ResourceExhausted):
 
 class AdapterMemory(ResourceExhausted):
     reason = "ADAPTER_MEMORY"
+
+
+class RateLimited(ResourceExhausted):
+    """The tenant has used up its rate; metadata names it as `limit`."""
+
+    reason = "RATE_LIMITED"
+
+
+class ClientTooSlow(ResourceExhausted):
+    """The client did not read its stream."""
+
+    reason = "CLIENT_TOO_SLOW"
 
 
 class WatchTooSlow(ResourceExhausted):

@@ -12,8 +12,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from shared.auth.gate import AccessGate
+from shared.call_limits import CallLimits
+from shared.call_observers import CallObserver, ObservingInterceptor
 from shared.errors import InvalidArgument
 from shared.interceptors import ErrorInterceptor
+from shared.limits import USUAL_LIMITS, LimitSettings
 from shared.listening import check_listen
 
 log = logging.getLogger(__name__)
@@ -24,6 +27,10 @@ _PINGS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
+)
+# Of the port that serves Health alone, which nobody authenticates at.
+_PROBING = LimitSettings(
+    max_calls=64, max_streams_per_connection=16, max_request_bytes=4096, connection_idle_seconds=60
 )
 _WATCH_FLUSH_SECONDS = 0.1  # Health.Watch streams hear NOT_SERVING before they end
 
@@ -76,27 +83,34 @@ async def create_server(
     service_names: Sequence[str],
     *,
     reuse_port: bool = False,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    limits: LimitSettings = USUAL_LIMITS,
     gate: AccessGate | None = None,
     credentials: grpc.ServerCredentials | None = None,
     health_listen: str = "",
+    observers: Sequence[CallObserver] = (),
 ) -> BoundServer:
     """Binds `listen` ("host:port", port 0 = any free one). Readiness starts as NOT_SERVING.
 
-    `gate`: who may call what; None lets in everybody, to handlers that do not ask. `credentials`: of TLS.
-    `health_listen`: where Health is served as well, by itself and in the clear; empty: nowhere.
+    `limits`: of connections and calls. `gate`: who may call what; None lets in everybody, to handlers that do not ask.
+    `credentials`: of TLS. `health_listen`: where Health is served as well, by itself and in the clear; empty: nowhere.
+    `observers`: hear of every call.
 
     Raises:
         InvalidArgument: the address is taken or not ours.
     """
     await asyncio.to_thread(check_listen, listen, reuse_port=reuse_port)
+    calls = CallLimits(limits.max_calls, limits.slow_client_seconds)
     server = grpc.aio.server(
-        interceptors=[ErrorInterceptor(), *([gate] if gate else [])],
+        interceptors=[
+            calls,
+            *([ObservingInterceptor(observers)] if observers else []),
+            ErrorInterceptor(calls.check),
+            *([gate] if gate else []),
+        ],
         options=[
             ("grpc.so_reuseport", int(reuse_port)),
-            ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.max_send_message_length", max_message_bytes),
-            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            *limits.server_options(),
             *_PINGS,
         ],
     )
@@ -119,7 +133,10 @@ async def create_server(
 
 async def _serve_health(listen: str, readiness: Readiness, reuse_port: bool) -> grpc.aio.Server:
     """Starts a server of Health alone. Raises InvalidArgument (field `health_listen`): the address is taken."""
-    server = grpc.aio.server(options=[("grpc.so_reuseport", int(reuse_port)), *_PINGS])
+    server = grpc.aio.server(
+        interceptors=[CallLimits(_PROBING.max_calls, _PROBING.slow_client_seconds)],
+        options=[("grpc.so_reuseport", int(reuse_port)), *_PROBING.server_options(), *_PINGS],
+    )
     health_pb2_grpc.add_HealthServicer_to_server(readiness.servicer, server)
     try:
         server.add_insecure_port(listen)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -20,7 +21,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     A `LoraplexError` keeps its code, message and details. Anything else becomes INTERNAL with an id that the log
     repeats beside the traceback; the exception's text stays in the log.
+
+    Args:
+        check: Called before each handler; what it raises is the call's end.
     """
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
 
     async def intercept_service(
         self,
@@ -34,10 +41,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         parse = _reader(handler.request_deserializer)
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
-                _stream(handler.unary_stream, method), parse, handler.response_serializer
+                _stream(handler.unary_stream, method, self._check), parse, handler.response_serializer
             )
         return grpc.unary_unary_rpc_method_handler(
-            _unary(handler.unary_unary, method), parse, handler.response_serializer
+            _unary(handler.unary_unary, method, self._check), parse, handler.response_serializer
         )
 
 
@@ -55,15 +62,16 @@ def _reader(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return read
 
 
-def _check(request: Any) -> None:
+def _check_message(request: Any) -> None:
     if isinstance(request, _Malformed):
         raise InvalidArgument.of("request", "is not a valid message; strings must be UTF-8")
 
 
-def _unary(behaviour: Any, method: str) -> Any:
+def _unary(behaviour: Any, method: str, check: Callable[[], None]) -> Any:
     async def handle(request: Any, context: Any) -> Any:
         try:
-            _check(request)
+            check()
+            _check_message(request)
             return await behaviour(request, context)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
@@ -73,12 +81,14 @@ def _unary(behaviour: Any, method: str) -> Any:
     return handle
 
 
-def _stream(behaviour: Any, method: str) -> Any:
+def _stream(behaviour: Any, method: str, check: Callable[[], None]) -> Any:
     async def handle(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            _check(request)
-            async for response in behaviour(request, context):
-                yield response
+            check()
+            _check_message(request)
+            async with aclosing(behaviour(request, context)) as responses:
+                async for response in responses:
+                    yield response
         except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
             raise
         except Exception as error:

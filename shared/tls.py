@@ -62,6 +62,30 @@ def client_credentials(ca: str = SYSTEM_CA, cert: str = "", key: str = "") -> gr
     return grpc.ssl_channel_credentials(roots, private, chain)
 
 
+def client_files(ca: str = SYSTEM_CA, cert: str = "", key: str = "") -> ChangingFile[grpc.ChannelCredentials] | None:
+    """What `client_credentials` makes of these files, again when one of them is another; None if there is none.
+
+    Raises:
+        InvalidArgument: a file cannot be used; names the argument.
+    """
+    client_credentials(ca, cert, key)
+    names = [name for name, path in (("ca", ca), ("cert", cert), ("key", key)) if path and path != SYSTEM_CA]
+    given = {"ca": ca, "cert": cert, "key": key}
+
+    def read(*contents: bytes) -> grpc.ChannelCredentials:
+        found = dict(zip(names, contents, strict=True))
+        if "ca" in found:
+            _certificates(found["ca"])
+        if "cert" in found:
+            _configuration(found["cert"], found["key"])
+        return grpc.ssl_channel_credentials(found.get("ca"), found.get("key"), found.get("cert"))
+
+    if not names:
+        return None
+    paths = tuple(Path(given[name]).expanduser() for name in names)
+    return ChangingFile(paths, read, check_seconds=0.0)  # a call that waits for a connection stays with what it began
+
+
 def _configuration(chain: bytes, key: bytes, client_ca: bytes | None = None) -> Any:
     """What gRPC makes a connection with.
 

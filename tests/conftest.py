@@ -1,10 +1,31 @@
-"""Libraries read these when they are first imported, so they are set before any test imports torch or a kernel."""
+"""What must be so before any test imports a library, and a collection of tests that costs little."""
 
+import gc
 import os
+import signal
+from collections.abc import Generator
 from pathlib import Path
 
+import pytest
+
+# Libraries read these when they are first imported.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Tests run beside each other: OpenMP's threads would wait for cores that the neighbours have.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts its background jobs deaf to Ctrl-C, and so would be every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Of the million objects that imports and thousands of tests leave, none is garbage: no collector looks at them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()

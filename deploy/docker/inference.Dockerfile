@@ -6,13 +6,15 @@ ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS build
 WORKDIR /src
-COPY constraints.txt pyproject.toml README.md ./
+COPY constraints.txt pyproject.toml README.md deploy/docker/inference.lock ./
 COPY loraplex loraplex
 COPY shared shared
 COPY kernels kernels
 COPY inference_service inference_service
 COPY registry_service/__init__.py registry_service/__init__.py
-RUN python -m venv /opt/loraplex && /opt/loraplex/bin/pip install --no-cache-dir -c constraints.txt '.[inference]'
+RUN python -m venv /opt/loraplex \
+    && /opt/loraplex/bin/pip install --no-cache-dir --require-hashes -r inference.lock \
+    && /opt/loraplex/bin/pip install --no-cache-dir --no-deps --no-build-isolation -c constraints.txt '.[inference,tracing]'
 
 FROM ${BASE}
 # hadolint ignore=DL3008

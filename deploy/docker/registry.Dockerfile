@@ -5,13 +5,15 @@ ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS build
 WORKDIR /src
-COPY constraints.txt pyproject.toml README.md ./
+COPY constraints.txt pyproject.toml README.md deploy/docker/registry.lock ./
 COPY loraplex loraplex
 COPY shared shared
 COPY registry_service registry_service
 COPY inference_service/__init__.py inference_service/__init__.py
 COPY kernels/__init__.py kernels/__init__.py
-RUN python -m venv /opt/loraplex && /opt/loraplex/bin/pip install --no-cache-dir -c constraints.txt .
+RUN python -m venv /opt/loraplex \
+    && /opt/loraplex/bin/pip install --no-cache-dir --require-hashes -r registry.lock \
+    && /opt/loraplex/bin/pip install --no-cache-dir --no-deps --no-build-isolation -c constraints.txt '.[tracing]'
 
 FROM ${BASE}
 COPY --from=build /opt/loraplex /opt/loraplex
@@ -21,6 +23,6 @@ ENV PATH=/opt/loraplex/bin:/usr/local/bin:/usr/bin:/bin \
     PYTHONDONTWRITEBYTECODE=1
 WORKDIR /var/lib/loraplex
 USER 65532:65532
-EXPOSE 50051
+EXPOSE 50051 50053
 ENTRYPOINT ["python", "-m", "registry_service"]
 CMD ["serve", "--listen=0.0.0.0:50051"]

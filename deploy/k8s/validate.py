@@ -5,8 +5,11 @@ Run it as `python -m deploy.k8s.validate`.
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from deploy.k8s.builds import EXCLUSIVE, K8S, Build, BuildError, builds
 from deploy.k8s.policy import policy_errors
@@ -36,6 +39,15 @@ def exclusion_errors() -> Iterator[str]:
             yield f"{build}: neither kustomize nor a check refuses it"
 
 
+def renaming_errors(kustomization: Mapping[str, Any]) -> Iterator[str]:
+    """What of a kustomization changes names or selectors: others know Services by name, and selectors are immutable."""
+    forbidden = ("namePrefix", "nameSuffix", "commonLabels")
+    yield from (f"has {key}" for key in forbidden if key in kustomization)
+    for labels in kustomization.get("labels", []):
+        if labels.get("includeSelectors"):
+            yield "puts labels into selectors"
+
+
 def lint_errors() -> list[str]:
     """What hadolint says of the Dockerfiles."""
     files = [str(path) for path in sorted(DOCKERFILES.glob("*.Dockerfile"))]
@@ -46,6 +58,9 @@ def lint_errors() -> list[str]:
 def main() -> int:
     """Prints what is wrong; the exit code is 1 if anything is."""
     found = {str(build): build_errors(build) for build in builds()}
+    for path in sorted(K8S.rglob("kustomization.yaml")):
+        if errors := list(renaming_errors(yaml.safe_load(path.read_text()))):
+            found[str(path.relative_to(K8S))] = errors
     found |= {"exclusive components": list(exclusion_errors()), "Dockerfiles": lint_errors()}
     for name, errors in found.items():
         print(f"{name}: {'; '.join(errors) or 'valid'}", flush=True)

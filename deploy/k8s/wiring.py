@@ -44,6 +44,7 @@ def wiring_errors(manifests: Sequence[Manifest]) -> Iterator[str]:
     for each in found.values():
         yield from (f"{each.name}: {error}" for error in _registry_errors(each, manifests))
         yield from (f"{each.name}: {error}" for error in _certificate_errors(each, manifests))
+        yield from (f"{each.name}: {error}" for error in _trace_errors(each, manifests))
 
 
 def selected(selector: Mapping[str, Any], pods: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +178,18 @@ def _registry_errors(each: Running, manifests: Sequence[Manifest]) -> Iterator[s
         yield "registry_ca and the registry's certificate go together"
     elif certificates and host not in names:
         yield f"registry: no certificate is for {host}"
+
+
+def _trace_errors(each: Running, manifests: Sequence[Manifest]) -> Iterator[str]:
+    """A policy lets traces out to where they are sent."""
+    if not each.config.otlp_endpoint:
+        return
+    port = port_of(each.config.otlp_endpoint.rstrip("/"))
+    labels = each.workload["spec"]["template"]["metadata"]["labels"]
+    policies = [i["spec"] for i in manifests if i["kind"] == "NetworkPolicy"]
+    rules = [rule for spec in policies if _matches(spec["podSelector"], labels) for rule in spec.get("egress", [])]
+    if not any(port == allowed["port"] for rule in rules for allowed in rule["ports"]):
+        yield f"otlp_endpoint: no NetworkPolicy lets out to port {port}"
 
 
 def _certificate_errors(each: Running, manifests: Sequence[Manifest]) -> Iterator[str]:

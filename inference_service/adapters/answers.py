@@ -11,17 +11,22 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from inference_service.adapters.resolution import Resolution
+from inference_service.adapters.saved_answers import SavedAnswers
 
 MAX_ANSWERS = 50_000
 MAX_CHANGES = 50_000
 
 
 class Answer(NamedTuple):
-    """What a reference meant when the registry was asked, and the registry's revision then."""
+    """What a reference meant when the registry was asked, and the registry's revision then.
+
+    `is_earlier`: a process before this one asked. It is never believed, only served while there is no other.
+    """
 
     resolution: Resolution
     asked_at: float
     revision: int
+    is_earlier: bool = False
 
 
 class _Change(NamedTuple):
@@ -35,16 +40,21 @@ class Answers:
     Args:
         max_stale: Seconds for which an answer that is not believed any more serves while the registry is unreachable.
         clock: Seconds, monotonic.
+        saved: Keeps answers for a process after this one.
     """
 
-    def __init__(self, max_stale: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, max_stale: float, clock: Callable[[], float] = time.monotonic, saved: SavedAnswers | None = None
+    ) -> None:
         self.revision = 0  # the highest that the registry has told
         self._max_stale = max_stale
         self._clock = clock
+        self._saved = saved
         self._answers: OrderedDict[str, Answer] = OrderedDict()
         self._changes: dict[str, _Change] = {}  # the last one of each adapter that the watch told
         self._watched_since = math.inf  # revision from which on the watch has told every change
         self._heard_at = -math.inf
+        self._confirmed = 0  # everything up to this revision was told by the watch
         self._nothing_before = -math.inf  # answers to what was asked earlier are not believed
 
     def find(self, reference: str) -> Answer | None:
@@ -57,7 +67,7 @@ class Answers:
 
     def is_believed(self, reference: str, answer: Answer) -> bool:
         """Whether the answer is as good as a new one."""
-        if answer.asked_at <= self._nothing_before or self._is_changed(reference, answer):
+        if answer.is_earlier or answer.asked_at <= self._nothing_before or self._is_changed(reference, answer):
             return False
         return self._clock() < self._right_at(answer) + answer.resolution.ttl
 
@@ -65,9 +75,18 @@ class Answers:
         """Whether the answer is young enough to serve while there is no other."""
         return self._clock() <= self._right_at(answer) + self._max_stale
 
-    def put(self, reference: str, answer: Answer) -> None:
-        """The registry has answered."""
+    def put(self, reference: str, answer: Answer, response: bytes = b"") -> None:
+        """The registry has answered; `response` is the message."""
         self.revision = max(self.revision, answer.revision)
+        self._keep(reference, answer)
+        if self._saved is not None and not self._is_changed(reference, answer):
+            self._saved.put(reference, _adapter(reference), response, is_watched=self._is_watched(answer))
+
+    def put_earlier(self, reference: str, resolution: Resolution, age: float) -> None:
+        """What the registry has told a process before this one, and was right `age` seconds ago."""
+        self._keep(reference, Answer(resolution, self._clock() - age, 0, is_earlier=True))
+
+    def _keep(self, reference: str, answer: Answer) -> None:
         self._answers[reference] = answer
         self._answers.move_to_end(reference)
         if len(self._answers) > MAX_ANSWERS:
@@ -76,6 +95,8 @@ class Answers:
     def drop(self, reference: str) -> None:
         """The registry has said that the reference means nothing."""
         self._answers.pop(reference, None)
+        if self._saved is not None:
+            self._saved.drop(reference)
 
     def required_revision(self, reference: str) -> int:
         """How new an answer must be: not before the last change that was told. 0 if none was."""
@@ -96,27 +117,51 @@ class Answers:
             self._changes.clear()
             self._nothing_before = self._clock()
             self._watched_since = max(self._watched_since, self.revision)
+            if self._saved is not None:
+                self._saved.doubt()
         self._changes[adapter] = _Change(revision, is_deleted)
+        if self._saved is not None and is_deleted:
+            self._saved.drop_adapter(adapter)
+        elif self._saved is not None:
+            self._saved.doubt(adapter)
 
     def confirmed(self, revision: int) -> None:
         """The watch has told everything up to `revision`, which is now."""
         self.revision = max(self.revision, revision)
+        self._confirmed = revision
         self._heard_at = self._clock()
+        if self._saved is not None:
+            self._saved.heard()
+
+    @property
+    def lag(self) -> int:
+        """Revisions that the registry is known to have and that the watch has not told."""
+        return max(self.revision - self._confirmed, 0)
+
+    @property
+    def heard_at(self) -> float | None:
+        """When the watch last told that everything is known; None if it never has."""
+        return None if math.isinf(self._heard_at) else self._heard_at
 
     def start_over(self) -> None:
         """What the watch told before counts no more, and neither does any answer; revisions may begin anew."""
-        self.revision = 0
+        self.revision = self._confirmed = 0
         self._changes.clear()
         self._watched_since = math.inf
         self._nothing_before = self._clock()
+        if self._saved is not None:
+            self._saved.doubt()
 
     def _is_changed(self, reference: str, answer: Answer) -> bool:
         return answer.revision < self.required_revision(reference)
 
     def _right_at(self, answer: Answer) -> float:
         """When the answer was last known to be right."""
-        is_watched = answer.revision >= self._watched_since and answer.asked_at > self._nothing_before
-        return max(answer.asked_at, self._heard_at) if is_watched else answer.asked_at
+        return max(answer.asked_at, self._heard_at) if self._is_watched(answer) else answer.asked_at
+
+    def _is_watched(self, answer: Answer) -> bool:
+        is_heard_of = answer.revision >= self._watched_since and answer.asked_at > self._nothing_before
+        return is_heard_of and not answer.is_earlier
 
 
 def _adapter(reference: str) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from itertools import pairwise
-from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
@@ -18,15 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_service.adapters.conversion import STORAGE, convert
-from inference_service.adapters.packer import OpenAdapter, open_adapter, plan_layout
+from inference_service.adapters.fetcher import Fetched
+from inference_service.adapters.layout import plan_layout
+from inference_service.adapters.packer import OpenAdapter, open_adapter
 from inference_service.adapters.resolution import ResolvedVersion
 from inference_service.types import BlobLayout
 from shared.adapter_format.bound import BindingPlan, ModuleBinding
 from shared.adapter_format.config import MAX_RANK
 from shared.base_model import ModelConfig, linear_shape, module_path
-from shared.errors import AdapterInvalid, BaseModelMismatch, InvalidArgument, UnsupportedAdapter
+from shared.errors import AdapterInvalid, InvalidArgument, UnsupportedAdapter
 
 _HEADER = b"loraplex-blend-v1\n"
+_BLENDED = frozenset({"lora", "block_diagonal"})  # kinds whose sum is of their kind
 
 
 class Part(NamedTuple):
@@ -132,8 +134,8 @@ def _matrix(blob: memoryview, offset: int, rows: int, columns: int) -> NDArray[n
     return np.frombuffer(blob, np.float32, rows * columns, offset).reshape(rows, columns)
 
 
-def open_blend(blend: Blend, folders: Sequence[Path], model: ModelConfig, dtype: str) -> OpenBlend:
-    """Open the parts of a blend, whose files lie in `folders`, and plan its blob. Blocks.
+def open_blend(blend: Blend, fetched: Sequence[Fetched], model: ModelConfig, dtype: str) -> OpenBlend:
+    """Open the parts of a blend, whose files were `fetched`, and plan its blob. Blocks.
 
     Raises:
         DigestMismatch: as `open_adapter`.
@@ -141,30 +143,24 @@ def open_blend(blend: Blend, folders: Sequence[Path], model: ModelConfig, dtype:
     """
     with ExitStack() as stack:
         parts: list[tuple[Part, OpenAdapter]] = []
-        for part, folder in zip(blend.parts, folders, strict=True):
-            parts.append((part, stack.enter_context(_open_part(part, folder, model))))
+        for part, files in zip(blend.parts, fetched, strict=True):
+            parts.append((part, stack.enter_context(_open_part(part, files, model))))
         opened = OpenBlend(parts, model, dtype)
         stack.pop_all()
         return opened
 
 
-def _open_part(part: Part, folder: Path, model: ModelConfig) -> OpenAdapter:
-    try:
-        opened = open_adapter(folder, part.version.files, model, "float32")
-    except BaseModelMismatch:  # it counts from the base model's weights: no plain LoRA does
-        raise _unsupported(part, "it needs the base model's weights") from None
-    layout = opened.layout
-    if layout.extras or layout.extra_vocab or layout.activation:
-        opened.__exit__(None, None, None)
-        kinds = sorted({extra.name.split(".")[0] for extra in layout.extras})
-        kinds += ["added_vocabulary"] * bool(layout.extra_vocab) + ["activated"] * bool(layout.activation)
-        raise _unsupported(part, f"it has {', '.join(kinds)}")
-    return opened
+def _open_part(part: Part, fetched: Fetched, model: ModelConfig) -> OpenAdapter:
+    def check(binding: BindingPlan) -> None:
+        if others := [kind for kind in binding.kinds if kind not in _BLENDED]:
+            raise UnsupportedAdapter(
+                f"{part.field}: {part.version.name} cannot be blended: it has {', '.join(others)}; only LoRA on the "
+                "layers' linears can",
+                metadata={"field": part.field, "adapter": part.version.name, "kinds": ",".join(others)},
+            )
 
-
-def _unsupported(part: Part, reason: str) -> UnsupportedAdapter:
-    message = f"{part.field}: {part.version.name} cannot be blended: {reason}; only LoRA on linears can"
-    return UnsupportedAdapter(message, metadata={"field": part.field, "adapter": part.version.name})
+    folder, is_verified = fetched
+    return open_adapter(folder, part.version.files, model, "float32", is_verified=is_verified, check=check)
 
 
 def _layout(layouts: Sequence[BlobLayout], model: ModelConfig, dtype: str) -> BlobLayout:

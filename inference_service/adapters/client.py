@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 
@@ -52,6 +52,7 @@ class AdapterClient:
         self._socket = socket
         self._call_ids = count(1)
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self.traceparent: Callable[[], str] = str  # of the current trace, for calls that are made for a request
         self._receiver = asyncio.get_running_loop().create_task(self._receive())
 
     @classmethod
@@ -72,7 +73,7 @@ class AdapterClient:
             LoraplexError: the reason why not.
         """
         call_id = next(self._call_ids)
-        reply = await self._call(call_id, Prepare(call_id, reference, choice_key))
+        reply = await self._call(call_id, Prepare(call_id, reference, choice_key, self.traceparent()))
         if reply.adapter is None:
             raise Internal("internal error", metadata={"reference": reference})
         return reply.adapter
@@ -84,7 +85,7 @@ class AdapterClient:
             LoraplexError: the reason why not; InvalidArgument and UnsupportedAdapter name the part.
         """
         call_id = next(self._call_ids)
-        reply = await self._call(call_id, PrepareBlend(call_id, tuple(parts), choice_key))
+        reply = await self._call(call_id, PrepareBlend(call_id, tuple(parts), choice_key, self.traceparent()))
         if reply.adapter is None:
             raise Internal("internal error (the blend is missing)")
         return reply.adapter

@@ -20,6 +20,7 @@ class AdapterProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     `dtype`: of packed adapters. `disk_bytes`: budget of `cache_dir`. `file_roots`: name → folder.
     `credentials`, `allowed_sources`, `allowed_endpoints`: see `shared.sources.policy.SourcePolicy`.
     `replica`: the name under which the replica reports; empty: it does not.
+    `otlp_endpoint`: see `shared.tracing.start_tracing`.
     `max_stale`: seconds for which an answer of the registry serves while the registry is unreachable.
     """
 
@@ -39,6 +40,7 @@ class AdapterProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     max_stale: float = 3600.0
     replica: str = ""
     log_level: str = "info"
+    otlp_endpoint: str = ""
 
 
 class AdapterProcessStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.adapter_format.floats import WIDENED, to_float32
 from shared.adapter_format.reasons import tensor_invalid
 
 # What an array of each dtype is stored as in a blob.
@@ -35,6 +36,13 @@ def convert(tensor: str, data: memoryview, source: str, target: str, out: NDArra
     for start in range(0, len(out), rows):
         piece = _converted(tensor, numbers[start : start + rows], dtype, target)
         out[start : start + rows] = piece
+
+
+def widened_file(dtype: str, data: memoryview) -> tuple[str, memoryview]:
+    """Numbers of a file, those of a dtype that no blob has as float32: their dtype (F32, F16 or BF16) and bytes."""
+    if dtype not in WIDENED:
+        return dtype, data
+    return "F32", to_float32(dtype, data).data.cast("B")
 
 
 def widened(numbers: NDArray[Any], dtype: str) -> NDArray[np.float32]:

@@ -1,8 +1,10 @@
 """The disk tier: one folder per adapter at `ROOT/sha256/HEX`, holding exactly the files of its manifest.
 
-A folder gets its name by a rename once it is complete and synced, and loses it by a rename before it is deleted, so
-several processes may share a cache and a crash leaves nothing half-written under a digest. What a process writes or
-deletes lies in a work folder of its own, locked while it lives; start-up sweeps those of the dead.
+A folder gets its name by a rename once it is complete, and loses it by a rename before it is deleted, so several
+processes may share a cache, and one that is killed leaves nothing half-written under a digest. Nothing is synced: a
+machine that loses power may leave files of the right size and other content, as a bad disk may, and whoever reads a
+cached file hashes it and fetches it again. What a process writes or deletes lies in a work folder of its own, locked
+while it lives; start-up sweeps those of the dead.
 `names` (names.py) remembers what adapters are called.
 """
 
@@ -182,18 +184,20 @@ class DiskCache:
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def install(self, digest: str, folder: Path, nbytes: int) -> Path:
-        """Make a complete folder the adapter's. If another process was faster, its folder stays. Raises OSError."""
-        _sync(folder)
-        target = self._folder(digest)
+    def install(self, digest: str, folder: Path, nbytes: int) -> tuple[Path, bool]:
+        """Make a complete folder the adapter's. Raises OSError.
+
+        Where it is now; and whether it is that one: if another process was faster, its folder stays.
+        """
+        target, is_ours = self._folder(digest), True
         try:
             folder.rename(target)
         except OSError:
             if not target.is_dir():
                 raise
-        _sync(self._folders)
+            is_ours = False
         self._record(digest, nbytes)
-        return target
+        return target, is_ours
 
     def discard(self, digest: str) -> None:
         """Delete an adapter whose files proved wrong."""
@@ -277,11 +281,3 @@ def _scan(folders: Path) -> OrderedDict[str, int]:
             continue
     log.info("the disk cache holds %d adapters", len(found))
     return OrderedDict((digest, size) for _, digest, size in sorted(found))
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,13 +11,15 @@ from queue import Empty, Queue
 from typing import NamedTuple
 
 from shared.digest import FileEntry
-from shared.errors import DigestMismatch, Draining
+from shared.errors import DigestMismatch, Draining, SourceUnavailable
 from shared.sources.resolver import RangedSource
 
 PART_BYTES = 16 << 20
 NUM_STREAMS = 4  # of one download; each download has its own, so that a slow one takes none from others
 _PIECE_BYTES = 1 << 20
+STALL_SECONDS = 30.0  # without a byte; sources have limits of their own, but a plugin may have none
 _POLL_SECONDS = 0.1  # how soon a closing is noticed
+_RETRY_SECONDS = 5.0
 
 
 class Part(NamedTuple):
@@ -47,10 +50,12 @@ def download(
     uri: str,
     stopping: threading.Event,
     on_bytes: Callable[[int], None] = ignore,
+    stall_seconds: float = STALL_SECONDS,
 ) -> None:
-    """Write exactly `files` into the empty `folder`, verified and synced. Blocks.
+    """Write exactly `files` into the empty `folder`, verified. Blocks.
 
-    No thread of it is waited for once it has failed: one that hangs in a read writes to a deleted file at most.
+    No thread of it is waited for once it has failed: one that hangs in a read writes to a deleted file at most. A
+    source of which no byte comes for `stall_seconds` is given up.
 
     Raises:
         DigestMismatch: a file is not what the manifest says.
@@ -60,7 +65,7 @@ def download(
     """
     for file in files:
         _reserve(folder / file.path, file.size)
-    running = _Streams(source, parts_of(files), folder, uri, stopping)
+    running = _Streams(source, parts_of(files), folder, uri, stopping, stall_seconds)
     try:
         running.start()
         for file in files:
@@ -79,7 +84,13 @@ class _Streams:
     """Threads that take one part after another."""
 
     def __init__(
-        self, source: RangedSource, parts: Sequence[Part], folder: Path, uri: str, stopping: threading.Event
+        self,
+        source: RangedSource,
+        parts: Sequence[Part],
+        folder: Path,
+        uri: str,
+        stopping: threading.Event,
+        stall_seconds: float,
     ) -> None:
         self._source = source
         self._folder = folder
@@ -88,6 +99,8 @@ class _Streams:
         self._left = deque(parts)
         self._ended: Queue[tuple[Part, Exception | None]] = Queue()
         self._done: set[Part] = set()
+        self._stall_seconds = stall_seconds
+        self._moved_at = time.monotonic()
         self._is_over = threading.Event()
 
     def start(self) -> None:
@@ -107,6 +120,9 @@ class _Streams:
             try:
                 ended, error = self._ended.get(timeout=_POLL_SECONDS)
             except Empty:
+                if time.monotonic() - self._moved_at > self._stall_seconds:
+                    problem = f"{self._uri} has sent nothing for {self._stall_seconds:g} seconds"
+                    raise SourceUnavailable(problem, metadata={"uri": self._uri}, retry_after=_RETRY_SECONDS) from None
                 continue
             if error is not None:
                 raise error
@@ -137,6 +153,7 @@ class _Streams:
                     piece = stream.read(min(_PIECE_BYTES, end - offset))
                     if not piece:
                         raise mismatch(file, self._uri, f"ends at byte {offset} of {file.size}")
+                    self._moved_at = time.monotonic()
                     offset += _write(fd, piece, offset)
             finally:
                 os.close(fd)
@@ -172,4 +189,3 @@ def _verify(file: FileEntry, path: Path, running: _Streams, uri: str, on_bytes: 
                 on_bytes(len(piece))
         if hasher.hexdigest() != file.sha256:
             raise mismatch(file, uri, "is not what was registered")
-        os.fsync(written.fileno())

@@ -1,6 +1,7 @@
-"""The adapter process's calls to the engine: bring an adapter to the device, let go of it, say what is there."""
+"""The adapter process's calls to the engine: bring an adapter to the device, let go of others, say what is there."""
 
 import asyncio
+from collections.abc import Set
 from contextlib import suppress
 from itertools import count
 
@@ -11,11 +12,11 @@ from inference_service.stats import EngineStats
 from inference_service.types import (
     CancelCall,
     GetStats,
+    KeepPins,
     ListResident,
     LoadAdapter,
     Reply,
     ResidentAdapter,
-    UnloadAdapter,
     decode_engine_response,
     encode,
 )
@@ -25,7 +26,7 @@ ASK_SECONDS = 2.0
 LOAD_SECONDS = 60.0
 _IDENTITY = b"adapters"
 
-Call = LoadAdapter | UnloadAdapter | ListResident | GetStats
+Call = LoadAdapter | KeepPins | ListResident | GetStats
 
 
 class EnginePort:
@@ -44,11 +45,11 @@ class EnginePort:
 
     async def load(self, digest: str, *, pinned: bool) -> None:
         """Returns when the adapter is READY on the device. Raises its error, or EngineUnavailable."""
-        await self._call(LoadAdapter(next(self._ids), digest, pinned, wait=True), LOAD_SECONDS)
+        await self._call(LoadAdapter(next(self._ids), digest, pinned, wait=True, owner="registry"), LOAD_SECONDS)
 
-    async def unload(self, digest: str) -> None:
-        """Ends a pin; returns when the requests of the adapter are done and its memory is free."""
-        await self._call(UnloadAdapter(next(self._ids), digest, force=False), LOAD_SECONDS)
+    async def keep_pins(self, digests: Set[str]) -> None:
+        """Ends all pins that `load` has ever set, here or in a process before this one, but those of `digests`."""
+        await self._call(KeepPins(next(self._ids), tuple(sorted(digests))), ASK_SECONDS)
 
     async def residents(self) -> list[ResidentAdapter]:
         """What is on the device."""

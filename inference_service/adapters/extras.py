@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from inference_service.adapters.base_tensors import EMBED, BaseTensors
 from inference_service.adapters.conversion import STORAGE, widened
 from inference_service.adapters.dora import Float64s, GainCache, Weights, embedding_norms, linear_norms
-from inference_service.adapters.places import MatrixPlace, Place, RowsPlace, VectorPlace
+from inference_service.adapters.places import BlocksPlace, MatrixPlace, Place, RowsPlace, VectorPlace
 from inference_service.adapters.saved_rows import KeptRows, SavedRows
 from inference_service.types import OUTSIDE_LAYERS, BlobLayout, ExtraLayout
 from shared.adapter_format.bound import FINAL_NORM, BindingPlan, EmbedBinding, HeadBinding
@@ -190,8 +190,10 @@ class Extras:
             return
         if head.a is not None and head.b is not None:
             a, b = self._at["head.a", OUTSIDE_LAYERS, -1], self._at["head.b", OUTSIDE_LAYERS, -1]
-            yield head.a, _matrix(a, is_b=False)
-            yield head.b, _matrix(b, is_b=True)
+            for name, place, num_blocks in zip(
+                (head.a, head.b), (_matrix(a, is_b=False), _matrix(b, is_b=True)), head.blocks, strict=True
+            ):
+                yield name, place if num_blocks == 1 else BlocksPlace(place, num_blocks)
         for vector in (head.magnitude, head.lora_bias, head.bias):
             if vector is not None:
                 yield vector, VectorPlace(self._held)

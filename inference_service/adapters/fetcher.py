@@ -3,16 +3,16 @@
 import errno
 import hashlib
 import logging
-import os
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import NamedTuple
 
 from inference_service.adapters.disk_cache import DiskCache
 from inference_service.adapters.download import download, ignore, mismatch
 from inference_service.adapters.resolution import ResolvedVersion
+from inference_service.adapters.write_behind import WriteBehind
 from shared.digest import FileEntry
 from shared.errors import (
     AdapterMemory,
@@ -31,6 +31,7 @@ from shared.sources.resolver import PinnedSource, RangedSource, Source, SourceFi
 
 log = logging.getLogger(__name__)
 
+WRITTEN_BEHIND = 4
 _PIECE_BYTES = 1 << 20
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_RETRY_SECONDS = 5.0
@@ -43,6 +44,14 @@ class CacheUnavailable(Unavailable):
 
 class _VolumeFull(AdapterMemory):
     """The volume has no room for what the cache's budget allows."""
+
+
+class Fetched(NamedTuple):
+    """The folder with a version's files. `is_verified`: it was hashed as it was written, a moment ago; a folder that
+    was here is verified by whoever reads it."""
+
+    folder: Path
+    is_verified: bool
 
 
 class Fetcher:
@@ -62,10 +71,11 @@ class Fetcher:
         self._open_source = open_source
         self._is_closing = threading.Event()
 
-    def fetch(self, version: ResolvedVersion, on_bytes: Callable[[int], None] = ignore) -> Path:
+    def fetch(self, version: ResolvedVersion, on_bytes: Callable[[int], None] = ignore) -> Fetched:
         """The folder with the version's files: the cached one, else downloaded from the first source that has them.
 
-        Only what is downloaded here is verified here; a cached folder is verified by whoever reads it.
+        Of a file that is copied no more than WRITTEN_BEHIND pieces of 1 MiB are in memory; of one that is downloaded
+        in parts, one piece a stream.
 
         Args:
             version: Which files, and from where.
@@ -80,7 +90,7 @@ class Fetcher:
         if version.number:  # else nobody knows its name
             self._cache.names.remember(version.digest, version.name, version.rank)
         if (folder := self._cache.find(version.digest, version.files)) is not None:
-            return folder
+            return Fetched(folder, is_verified=False)
         failures: list[LoraplexError] = []
         for source in version.sources:
             try:
@@ -98,7 +108,7 @@ class Fetcher:
 
     def _download_making_room(
         self, version: ResolvedVersion, pinned: PinnedSource, on_bytes: Callable[[int], None]
-    ) -> Path:
+    ) -> Fetched:
         """Once more without the idle adapters, should the volume be full before the cache's budget is."""
         try:
             return self._download(version, pinned, on_bytes)
@@ -107,7 +117,7 @@ class Fetcher:
                 raise
         return self._download(version, pinned, on_bytes)
 
-    def _download(self, version: ResolvedVersion, pinned: PinnedSource, on_bytes: Callable[[int], None]) -> Path:
+    def _download(self, version: ResolvedVersion, pinned: PinnedSource, on_bytes: Callable[[int], None]) -> Fetched:
         namespace = parse_version_name(version.name, "version.name").namespace
         try:
             source = self._open_source(pinned, namespace, self._policy, self._is_closing)
@@ -121,7 +131,7 @@ class Fetcher:
                     download(source, version.files, folder, pinned.uri, self._is_closing, on_bytes)
                 else:
                     self._copy_all(source, version.files, folder, pinned.uri, on_bytes)
-                return self._cache.install(version.digest, folder, nbytes)
+                return Fetched(*self._cache.install(version.digest, folder, nbytes))
         except OSError as error:
             message = f"the disk cache {self._cache.root} (--cache-dir) cannot be written: {error.strerror}"
             metadata = {"tier": "disk", "cache_dir": str(self._cache.root)}
@@ -138,11 +148,15 @@ class Fetcher:
         on_bytes: Callable[[int], None],
     ) -> None:
         for file in files:
-            with source.open(file.path) as stream, (folder / file.path).open("xb") as target:
-                self._copy(stream, target, file, uri, on_bytes)
+            with (
+                source.open(file.path) as stream,
+                (folder / file.path).open("xb", buffering=0) as target,
+                WriteBehind(target, WRITTEN_BEHIND) as writer,
+            ):
+                self._copy(stream, writer, file, uri, on_bytes)
 
     def _copy(
-        self, stream: SourceFile, target: BinaryIO, file: FileEntry, uri: str, on_bytes: Callable[[int], None]
+        self, stream: SourceFile, target: WriteBehind, file: FileEntry, uri: str, on_bytes: Callable[[int], None]
     ) -> None:
         """Copy exactly the file of the manifest, or raise DigestMismatch; never reads more than a byte too many."""
         hasher = hashlib.sha256()
@@ -153,15 +167,13 @@ class Fetcher:
             left -= len(piece)
             if left < 0:
                 raise mismatch(file, uri, f"has more than the {file.size} bytes that were registered")
-            hasher.update(piece)
             target.write(piece)
+            hasher.update(piece)
             on_bytes(len(piece))
         if left:
             raise mismatch(file, uri, f"has {file.size - left} bytes instead of the {file.size} that were registered")
         if hasher.hexdigest() != file.sha256:
             raise mismatch(file, uri, "is not what was registered")
-        target.flush()
-        os.fsync(target.fileno())
 
 
 def _read(stream: SourceFile, count: int, file: FileEntry, uri: str) -> bytes:

@@ -3,90 +3,43 @@
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext, suppress
-from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
-from weakref import WeakValueDictionary
+from contextlib import suppress
+from typing import Literal, Protocol
 
-from inference_service.adapters.base_tensors import BaseTensors
-from inference_service.adapters.blend import Blend, OpenBlend, blend_of, open_blend
-from inference_service.adapters.config import Dtype
-from inference_service.adapters.counters import Load, LoaderCounters
-from inference_service.adapters.disk_cache import DiskCache
-from inference_service.adapters.dora import GainCache
+from inference_service.adapters.blend import blend_of
+from inference_service.adapters.counters import LoaderCounters
 from inference_service.adapters.fetcher import Fetcher
-from inference_service.adapters.flights import Flights
-from inference_service.adapters.packer import OpenAdapter, open_adapter
+from inference_service.adapters.known import KnownAdapters
 from inference_service.adapters.resolution import ResolvedVersion
-from inference_service.adapters.store import BUSY_RETRY_SECONDS, HostStore, StagedBlob
-from inference_service.adapters.text_files import read_text_files
+from inference_service.adapters.staging import Packing, Staging, Tiers, Workers
+from inference_service.adapters.store import BUSY_RETRY_SECONDS, StagedBlob
 from inference_service.stats import AdapterStats, Tier, Usage
 from inference_service.types import BlendedPart, BlendPart, BlobLayout, PreparedAdapter, StagedAdapter
-from shared.base_model import ModelConfig
-from shared.errors import AdapterMemory, AdapterNotFound, DigestMismatch, LoraplexError
-from shared.references import parse_reference, parse_version_name
+from shared.errors import AdapterMemory, AdapterNotFound, LoraplexError
 
 log = logging.getLogger(__name__)
 
-FAILURE_MEMORY = 2.0
 ROOM_SECONDS = 2.0
-MAX_KNOWN = 50_000
-DOWNLOADS_PER_ORIGIN = 8  # fewer than there are threads to fetch with: a server that hangs must not take them all
 
 
 class Resolver(Protocol):
-    """What is needed of `registry_client.RegistryClient`. `revision`: the highest that the registry has told."""
+    """What is needed of `registry_client.RegistryClient`, where these are explained."""
 
     @property
     def revision(self) -> int: ...
+    @property
+    def lag(self) -> int: ...
+    @property
+    def heard_at(self) -> float | None: ...
 
     async def resolve(self, reference: str, choice_key: str = "") -> ResolvedVersion: ...
-
-
-class Tiers(NamedTuple):
-    """Where adapters are kept. `arena` is the memory whose ranges `host` hands out."""
-
-    disk: DiskCache
-    host: HostStore
-    arena: memoryview
-
-
-class Packing(NamedTuple):
-    """What blobs are packed for: see `open_adapter`."""
-
-    model: ModelConfig
-    dtype: Dtype
-    base: BaseTensors | None = None
-    gains: GainCache | None = None
-
-
-class Workers(NamedTuple):
-    """Threads for what blocks. A slow source must not keep others' packing waiting, and what packs waits for what lays
-    out: hence three pools."""
-
-    fetching: Executor
-    packing: Executor
-    layout: Executor
-
-
-class _Known:
-    """What was learnt of a digest: the versions that have it, last resolved last, or the blend that has it; and its
-    layout once it was read."""
-
-    def __init__(self, blend: Blend | None = None) -> None:
-        self.versions: dict[str, ResolvedVersion] = {}
-        self.blend = blend
-        self.layout: BlobLayout | None = None
 
 
 class AdapterLoader:
     """Prepares adapters for API processes and hands their blobs to the engine. Runs on one event loop.
 
-    `is_arena_free`: False if a living engine may still read what a dead predecessor of this process staged; then
-    nothing is written to the arena before `engine_started`.
+    `is_arena_free`: see `Staging`; it becomes free with `engine_started`.
     """
 
     def __init__(
@@ -101,20 +54,15 @@ class AdapterLoader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
-        self._fetcher = fetcher
         self._tiers = tiers
-        self._packing = packing
         self._workers = workers
-        self._known: OrderedDict[str, _Known] = OrderedDict()
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._flights: Flights[BlobLayout] = Flights(_failure_memory, clock)
+        self._known = KnownAdapters(tiers.disk.names)
         self._clock = clock
         self.counters = LoaderCounters(clock)
+        self._staging = Staging(
+            fetcher, tiers, packing, workers, self._known, self.counters, is_arena_free=is_arena_free, clock=clock
+        )
         self._room = asyncio.Event()  # set when blobs were released
-        self._arena_free = asyncio.Event()
-        if is_arena_free:
-            self._arena_free.set()
 
     async def prepare(self, reference: str, choice_key: str = "") -> PreparedAdapter:
         """Resolve a canonical reference and bring its files to this machine and, if it is new here and there is room,
@@ -124,13 +72,11 @@ class AdapterLoader:
             LoraplexError: whatever the registry, the sources, the files or the memory have against it.
         """
         version = await self._resolve(reference, choice_key)
-        self._learn(version)
+        self._known.learn(version)
         tier = self._tier(version.digest)
-        layout = self._tiers.host.find(version.digest)
-        if layout is None:  # read before: the engine may hold it, and acquires it if it does not
-            layout = self._known[version.digest].layout
+        layout = self._layout(version.digest)
         if layout is None:
-            layout = await self._if_room(version.digest, self._stage(version))
+            layout = await self._if_room(version.digest, self._staging.stage(version))
         return PreparedAdapter(
             version=version.name,
             digest=version.digest,
@@ -152,14 +98,13 @@ class AdapterLoader:
         """
         versions = [await self._resolve(part.reference, choice_key) for part in parts]
         for version in versions:
-            self._learn(version)
+            self._known.learn(version)
         blend = blend_of(versions, [part.weight for part in parts])
-        self._learn_blend(blend)
-        tier: Tier = "disk" if (layout := self._tiers.host.find(blend.digest)) is None else "host"
+        self._known.learn_blend(blend)
+        tier: Tier = "disk" if self._tiers.host.find(blend.digest) is None else "host"
+        layout = self._layout(blend.digest)
         if layout is None:
-            layout = self._known[blend.digest].layout
-        if layout is None:
-            layout = await self._if_room(blend.digest, self._stage_blend(blend))
+            layout = await self._if_room(blend.digest, self._staging.stage_blend(blend))
         return PreparedAdapter(
             version="",
             digest=blend.digest,
@@ -178,26 +123,11 @@ class AdapterLoader:
         Raises:
             LoraplexError: as `prepare`.
         """
-        version, loop = await self._version(digest), asyncio.get_running_loop()
-        lock = self._locks.setdefault(digest, asyncio.Lock())
-        async with lock:
-            with self._tiers.disk.held(digest):
-                for is_last in (False, True):
-                    folder = await self._fetch(version)
-                    try:
-                        pool = self._workers.fetching
-                        return await loop.run_in_executor(pool, read_text_files, folder, version.texts)
-                    except DigestMismatch:
-                        await loop.run_in_executor(self._workers.fetching, self._tiers.disk.discard, digest)
-                        if is_last:
-                            raise
-        raise AssertionError("unreachable")
+        return await self._staging.read_texts(await self._version(digest))
 
-    async def _fetch(self, version: ResolvedVersion) -> Path:
-        async with self._turn(version):
-            return await asyncio.get_running_loop().run_in_executor(
-                self._workers.fetching, self._fetcher.fetch, version
-            )
+    def _layout(self, digest: str) -> BlobLayout | None:
+        """Of a blob in host memory; else of one that was read before, which the engine may hold, or acquires."""
+        return self._tiers.host.find(digest) or self._known.layout(digest)
 
     def _tier(self, digest: str) -> Tier:
         """The fastest of this process's tiers that holds an adapter."""
@@ -217,7 +147,7 @@ class AdapterLoader:
         try:
             return (await self._resolve(reference)).digest
         except LoraplexError:
-            if (digest := self._remembered(reference)) is None:
+            if (digest := self._known.digest_of(reference)) is None:
                 raise
             return digest
 
@@ -228,16 +158,6 @@ class AdapterLoader:
         except LoraplexError as error:
             self.counters.failures[error.reason] += 1
             raise
-
-    def _remembered(self, reference: str) -> str | None:
-        namespace, adapter, number, _, digest = parse_reference(reference, "default")
-        for known_digest, known in self._known.items():
-            for name in known.versions:
-                version = parse_version_name(name, "version")
-                is_named = version.version == number or known_digest == digest
-                if is_named and (version.namespace, version.adapter) == (namespace, adapter):
-                    return known_digest
-        return None
 
     async def acquire(self, digest: str) -> StagedBlob:
         """The blob of `digest`, referenced until `release`; staged again if it was evicted.
@@ -255,20 +175,19 @@ class AdapterLoader:
                 if not _is_for_want_of_room(error) or self._clock() >= deadline:
                     raise
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._room.wait(), BUSY_RETRY_SECONDS)
+                    async with asyncio.timeout(BUSY_RETRY_SECONDS):
+                        await self._room.wait()
         return blob
 
     async def _stage_digest(self, digest: str) -> BlobLayout:
-        known = self._known.get(digest)
-        if known is not None and known.blend is not None:
-            return await self._stage_blend(known.blend)
-        return await self._stage(await self._version(digest))
+        if (blend := self._known.blend(digest)) is not None:
+            return await self._staging.stage_blend(blend)
+        return await self._staging.stage(await self._version(digest))
 
     async def _version(self, digest: str) -> ResolvedVersion:
         """The version resolved last, else what the disk tier holds: its digest says what the files must be."""
-        known = self._known.get(digest)
-        if known is not None and known.versions:
-            return next(reversed(known.versions.values()))
+        if (version := self._known.version(digest)) is not None:
+            return version
         loop = asyncio.get_running_loop()
         files = await loop.run_in_executor(self._workers.fetching, self._tiers.disk.manifest, digest)
         if files is None:
@@ -284,7 +203,7 @@ class AdapterLoader:
     def engine_started(self) -> None:
         """A new engine, or one that is told of this process's start, holds no blob."""
         self._tiers.host.release_all()
-        self._arena_free.set()
+        self._staging.free_arena()
         self._room.set()
 
     def drop(self, digest: str) -> int:
@@ -329,163 +248,25 @@ class AdapterLoader:
             failures=dict(counters.failures),
             evictions={"host": host.num_evicted, "disk": disk.num_evicted},
             registry_revision=self._registry.revision,
+            registry_lag=self._registry.lag,
+            registry_heard_at=self._registry.heard_at,
         )
 
     def _named(self, digest: str, level: Literal["DISK", "HOST", "KNOWN"], nbytes: int) -> list[StagedAdapter]:
-        known = self._known.get(digest)
-        names = {v.name: v.rank for v in known.versions.values()} if known else {}
-        names = names or dict(self._tiers.disk.names.of(digest)) or {"": 0}
+        names = self._known.names(digest)
         return [StagedAdapter(name, digest, level, rank, nbytes) for name, rank in names.items()]
-
-    def _learn(self, version: ResolvedVersion) -> None:
-        known = self._known.setdefault(version.digest, _Known())
-        known.versions.pop(version.name, None)
-        known.versions[version.name] = version
-        self._touch(version.digest)
-
-    def _learn_blend(self, blend: Blend) -> None:
-        self._known.setdefault(blend.digest, _Known(blend))
-        self._touch(blend.digest)
-
-    def _touch(self, digest: str) -> None:
-        self._known.move_to_end(digest)
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
 
     async def _if_room(self, digest: str, staging: Awaitable[BlobLayout]) -> BlobLayout:
         """Stage; but while blobs in use take all room, files on disk will do: the engine may hold this adapter."""
         try:
             return await staging
         except AdapterMemory as error:
-            layout = self._known[digest].layout if digest in self._known else None
+            layout = self._known.layout(digest)
             if layout is None or not _is_for_want_of_room(error):
                 raise
             return layout
-
-    async def _stage(self, version: ResolvedVersion) -> BlobLayout:
-        return await self._flights.run(f"{version.name} {version.digest}", lambda: self._load(version))
-
-    async def _stage_blend(self, blend: Blend) -> BlobLayout:
-        return await self._flights.run(blend.digest, lambda: self._load_blend(blend))
-
-    async def _load_blend(self, blend: Blend) -> BlobLayout:
-        lock = self._locks.setdefault(blend.digest, asyncio.Lock())
-        async with lock:
-            if (layout := self._tiers.host.find(blend.digest)) is not None:
-                return layout
-            with ExitStack() as held, self.counters.loading(blend.digest) as load:
-                for part in blend.parts:
-                    held.enter_context(self._tiers.disk.held(part.version.digest))
-                try:
-                    return await self._fetch_and_pack_blend(blend, load)
-                except _DamagedCache as damaged:
-                    log.warning("%s: %s; fetching its parts again", blend.digest, damaged.error)
-                try:
-                    return await self._fetch_and_pack_blend(blend, load)
-                except _DamagedCache as damaged:
-                    raise damaged.error from None
-
-    async def _fetch_and_pack_blend(self, blend: Blend, load: Load) -> BlobLayout:
-        loop, (model, dtype) = asyncio.get_running_loop(), self._packing[:2]
-        folders = [await self._fetch_alone(part.version) for part in blend.parts]
-        load.phase, load.bytes_total = "PACKING", sum(f.size for part in blend.parts for f in part.version.files)
-        load.bytes_done = 0
-        try:
-            with self.counters.timed("pack"):
-                opened = await loop.run_in_executor(self._workers.packing, open_blend, blend, folders, model, dtype)
-                return await self._pack_opened(opened, load)
-        except DigestMismatch as error:
-            for part in blend.parts:
-                await loop.run_in_executor(self._workers.fetching, self._tiers.disk.discard, part.version.digest)
-            raise _DamagedCache(error) from None
-
-    async def _fetch_alone(self, version: ResolvedVersion) -> Path:
-        async with self._locks.setdefault(version.digest, asyncio.Lock()):
-            return await self._fetch(version)
-
-    async def _load(self, version: ResolvedVersion) -> BlobLayout:
-        """One load of a digest at a time; a version whose sources fail does not fail another of the same digest."""
-        lock = self._locks.setdefault(version.digest, asyncio.Lock())
-        async with lock:
-            if (layout := self._tiers.host.find(version.digest)) is not None:
-                return layout
-            with self._tiers.disk.held(version.digest), self.counters.loading(version.digest) as load:
-                try:
-                    return await self._fetch_and_pack(version, load)
-                except _DamagedCache as damaged:
-                    log.warning("%s: %s; fetching it again", version.digest, damaged.error)
-                try:
-                    return await self._fetch_and_pack(version, load)
-                except _DamagedCache as damaged:
-                    raise damaged.error from None
-
-    async def _fetch_and_pack(self, version: ResolvedVersion, load: Load) -> BlobLayout:
-        loop = asyncio.get_running_loop()
-        started = time.monotonic()
-        load.phase, load.bytes_done = "FETCHING", 0
-        load.bytes_total = sum(file.size for file in version.files)
-        with self.counters.timed("fetch"):
-            async with self._turn(version):
-                folder = await loop.run_in_executor(self._workers.fetching, self._fetcher.fetch, version, load.advance)
-        self.counters.fetched_bytes += load.bytes_done
-        fetched = time.monotonic()
-        load.phase, load.bytes_done = "PACKING", 0
-        try:
-            with self.counters.timed("pack"):
-                layout = await self._pack(version, folder, load)
-        except DigestMismatch as error:
-            await loop.run_in_executor(self._workers.fetching, self._tiers.disk.discard, version.digest)
-            raise _DamagedCache(error) from None
-        milliseconds = {
-            "fetch_ms": round((fetched - started) * 1e3),
-            "pack_ms": round((time.monotonic() - fetched) * 1e3),
-        }
-        log.info("staged %s", version.name, extra={"digest": version.digest, "bytes": layout.nbytes, **milliseconds})
-        return layout
-
-    def _turn(self, version: ResolvedVersion) -> AbstractAsyncContextManager[None]:
-        """A place among the downloads from the version's server; what is on disk needs none."""
-        if self._tier(version.digest) == "disk" or not version.sources:
-            return nullcontext()
-        return self._turns.setdefault(version.sources[0].origin, asyncio.Semaphore(DOWNLOADS_PER_ORIGIN))
-
-    async def _pack(self, version: ResolvedVersion, folder: Path, load: Load) -> BlobLayout:
-        loop = asyncio.get_running_loop()
-        opened = await loop.run_in_executor(self._workers.packing, open_adapter, folder, version.files, *self._packing)
-        return await self._pack_opened(opened, load)
-
-    async def _pack_opened(self, opened: OpenAdapter | OpenBlend, load: Load) -> BlobLayout:
-        with opened:
-            self._known.setdefault(load.digest, _Known()).layout = opened.layout
-            await self._arena_free.wait()
-            offset = self._tiers.host.reserve(load.digest, opened.layout)
-            blob = self._tiers.arena[offset : offset + opened.layout.nbytes]
-            await self._fill(opened, blob, load)
-        return opened.layout
-
-    async def _fill(self, opened: OpenAdapter | OpenBlend, blob: memoryview, load: Load) -> None:
-        loop, workers = asyncio.get_running_loop(), self._workers
-        try:
-            await loop.run_in_executor(workers.packing, opened.fill, blob, workers.layout, load.advance)
-        except BaseException:
-            self._tiers.host.abort(load.digest)
-            raise
-        self._tiers.host.commit(load.digest)
-
-
-class _DamagedCache(Exception):
-    """What the cache held was not what was registered; it is discarded."""
-
-    def __init__(self, error: DigestMismatch) -> None:
-        super().__init__(error.message)
-        self.error = error
 
 
 def _is_for_want_of_room(error: AdapterMemory) -> bool:
     """Whether blobs in use fill the arena now."""
     return error.retry_after is not None and error.metadata.get("tier") == "host"
-
-
-def _failure_memory(error: LoraplexError) -> float:
-    """Seconds for which a failure stands. Room in memory may come at any moment."""
-    return 0.0 if isinstance(error, AdapterMemory) else FAILURE_MEMORY

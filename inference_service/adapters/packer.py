@@ -1,15 +1,11 @@
-"""Adapter files → one blob as it lies on the device: one chunk per layer, every module at its true rank.
+"""Adapter files → one blob as it lies on the device (layout.py).
 
-    chunk   for each of qkv, o, gate_up, down: the A [rank, in] of its modules, then their B, rank-major [rank, out];
-            then the layer's extras (extras.py)
-    blob    the chunk of what lies outside the layers, then those of the layers that the adapter changes, in order
-
-The weights are read once, front to back, and hashed on the way: nothing counts before the hash is right. While one
-thread reads and hashes, which takes longest, others lay out what it has read.
+The weights are read once, front to back, and hashed on the way, unless they have just been: nothing counts before the
+hash is right. While one thread reads and hashes, which takes longest, others lay out what it has read. Of the file no
+more is in memory than _AHEAD runs of tensors: _PIECE_BYTES each, or one tensor; of 8 MiB, or as large as an MoE's.
 """
 
 import hashlib
-import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
@@ -21,27 +17,27 @@ from typing import NamedTuple
 import numpy as np
 
 from inference_service.adapters.base_tensors import BaseTensors
-from inference_service.adapters.conversion import STORAGE
+from inference_service.adapters.cached_file import CachedFile, read_verified
+from inference_service.adapters.conversion import STORAGE, widened_file
 from inference_service.adapters.dora import GainCache
-from inference_service.adapters.extras import Extras, extra_bytes, needs_base, plan_extras
+from inference_service.adapters.extras import Extras, extra_bytes, needs_base
+from inference_service.adapters.layout import aligned, plan_layout
 from inference_service.adapters.places import BlocksPlace, MatrixPlace, Piece, Place
-from inference_service.adapters.saved_rows import SavedRows, saved_rows
-from inference_service.types import BlobLayout, ChunkLayout, ExtraLayout, ModuleLayout
-from shared.adapter_format.binding import BindingPlan, ModuleBinding, plan
+from inference_service.adapters.saved_rows import saved_rows
+from inference_service.types import BlobLayout
+from shared.adapter_format.binding import plan
+from shared.adapter_format.bound import BindingPlan, HeadBinding, ModuleBinding
 from shared.adapter_format.config import parse_adapter_config
 from shared.adapter_format.files import CONFIG, WEIGHTS
 from shared.adapter_format.finite import check_finite
-from shared.adapter_format.header import MAX_HEADER_BYTES, TensorInfo, read_header
+from shared.adapter_format.header import TensorInfo, read_header
 from shared.adapter_format.served import check_served
 from shared.base_model import ModelConfig, linear_shape
 from shared.digest import FileEntry, manifest_digest
-from shared.errors import DigestMismatch, LoraplexError, UnsupportedAdapter
+from shared.errors import LoraplexError, UnsupportedAdapter
 
-GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))  # qkv, o, gate_up, down: modules that share their input
-_ALIGNMENT = 16
 _PIECE_BYTES = 1 << 20
 _LARGEST_PIECE = 8 << 20  # of a tensor whose rows may be laid out apart
-NO_ROWS = SavedRows()
 _AHEAD = 4  # pieces read, and not laid out yet
 
 
@@ -55,61 +51,6 @@ class _Stored(NamedTuple):
     end: int
 
 
-def plan_layout(binding: BindingPlan, model: ModelConfig, dtype: str, rows: SavedRows = NO_ROWS) -> BlobLayout:
-    """Where everything of `binding` goes in a blob of `dtype`; reads no data. `rows`: of embedding and head."""
-    modules: defaultdict[int, list[ModuleBinding]] = defaultdict(list)
-    for module in binding.modules:
-        modules[module.layer].append(module)
-    unplaced: defaultdict[int, list[ExtraLayout]] = defaultdict(list)
-    for extra in plan_extras(binding, model, dtype, rows):
-        unplaced[extra.layer].append(extra)
-    chunks: list[ChunkLayout] = []
-    extras: list[ExtraLayout] = []
-    offset = 0
-    for layer in sorted(modules.keys() | unplaced.keys()):
-        chunk = _chunk(layer, offset, modules[layer], model, np.dtype(STORAGE[dtype]).itemsize)
-        placed, offset = _placed(unplaced[layer], offset + chunk.nbytes, rows)
-        chunks.append(chunk._replace(nbytes=offset - chunk.offset))
-        extras += placed
-    return BlobLayout(
-        offset, binding.rank, dtype, tuple(chunks), tuple(extras), binding.extra_vocab, binding.activation
-    )
-
-
-def _placed(extras: list[ExtraLayout], end: int, rows: SavedRows) -> tuple[list[ExtraLayout], int]:
-    """One behind the other from `end` on, and where they end. A head that sees the embedding's rows has no others."""
-    placed: list[ExtraLayout] = []
-    for extra in extras:
-        if extra.name in ("head.ids", "head.rows") and rows.head is rows.embed:
-            name = extra.name.replace("head", "embed")
-            placed.append(extra._replace(offset=next(other.offset for other in placed if other.name == name)))
-            continue
-        placed.append(extra._replace(offset=end))
-        end += _aligned(extra_bytes(extra))
-    return placed, end
-
-
-def _chunk(layer: int, offset: int, modules: list[ModuleBinding], model: ModelConfig, item: int) -> ChunkLayout:
-    by_index = {module.module: module for module in modules}
-    layouts: list[ModuleLayout] = []
-    end = 0
-    for group in GROUPS:
-        present = [by_index[index] for index in group if index in by_index]
-        a_offsets: list[int] = []
-        b_offsets: list[int] = []
-        for offsets, dimension in ((a_offsets, 1), (b_offsets, 0)):
-            for module in present:
-                offsets.append(end)
-                end += _aligned(module.rank * linear_shape(model, module.module)[dimension] * item)
-        for module, a, b in zip(present, a_offsets, b_offsets, strict=True):
-            layouts.append(ModuleLayout(module.module, module.rank, module.scale, a, b))
-    return ChunkLayout(layer, offset, end, tuple(layouts))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
 @dataclass
 class OpenAdapter:
     """The files of one adapter, ready to be packed: `layout` says how much room a blob needs. Close it after use."""
@@ -120,8 +61,7 @@ class OpenAdapter:
     _extras: Extras
     _tensors: dict[str, TensorInfo]
     _head: bytes
-    _weights: FileEntry
-    _fd: int
+    _weights: CachedFile
 
     def __enter__(self) -> "OpenAdapter":
         return self
@@ -129,7 +69,7 @@ class OpenAdapter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        os.close(self._fd)
+        self._weights.close()
 
     def fill(self, blob: memoryview, workers: Executor, on_read: Callable[[int], None] | None = None) -> None:
         """Write the blob, `layout.nbytes` bytes, padding included. Blocks; on an error `blob` holds anything.
@@ -144,7 +84,7 @@ class OpenAdapter:
             AdapterInvalid: a number is NaN, infinite or beyond the range of the dtype (metadata `tensor`).
             BaseModelMismatch: the base model's weights are needed, and cannot be read.
         """
-        hasher = hashlib.sha256(self._head)
+        hasher = None if self._weights.is_verified else hashlib.sha256(self._head)
         self._clear_padding(blob)
         runs, places = self._runs(), self._places()
         buffers = [bytearray(max(run[-1].end - run[0].begin for run in runs)) for _ in range(min(_AHEAD, len(runs)))]
@@ -154,20 +94,21 @@ class OpenAdapter:
                 if len(writing) == _AHEAD:
                     writing.popleft().result()  # which also frees its buffer
                 data = memoryview(buffers[index % _AHEAD])[: run[-1].end - run[0].begin]
-                _read_into(self._fd, data, run[0].begin, self._weights)
+                self._weights.read_into(data, run[0].begin)
                 writing.append(workers.submit(self._write, blob, places, run, data))
-                hasher.update(data)
+                if hasher is not None:
+                    hasher.update(data)
                 if on_read is not None:
                     on_read(len(data))
             for written in writing:
                 written.result()
         except LoraplexError:
-            _check_hash(self._fd, self._weights)
+            self._weights.check_hash()
             raise
         finally:
             wait(writing)
-        if hasher.hexdigest() != self._weights.sha256:
-            raise _damaged(self._weights)
+        if hasher is not None:
+            self._weights.compare(hasher.hexdigest())
         self._extras.finish(blob, workers)
 
     def _clear_padding(self, blob: memoryview) -> None:
@@ -179,7 +120,7 @@ class OpenAdapter:
                 for offset, size in zip(module[3:], reversed(linear_shape(self._model, module.module)), strict=True):
                     ends.append(chunk.offset + offset + module.rank * size * item)
         for end in ends:
-            blob[end : _aligned(end)] = bytes(_aligned(end) - end)
+            blob[end : aligned(end)] = bytes(aligned(end) - end)
 
     def _runs(self) -> list[list[_Stored]]:
         """The tensors in file order, in runs that are read at once."""
@@ -205,7 +146,9 @@ class OpenAdapter:
 
     @property
     def _in_blocks(self) -> set[str]:
-        return {name for each in self._binding.modules for name in (each.a, each.b) if each.blocks != (1, 1)}
+        head = self._binding.head
+        pairs: list[ModuleBinding | HeadBinding] = [*self._binding.modules, *([head] if head else [])]
+        return {name for each in pairs if each.blocks != (1, 1) for name in (each.a, each.b) if name is not None}
 
     def _places(self) -> dict[str, list[Place]]:
         tensors = {(module.layer, module.module): module for module in self._binding.modules}
@@ -227,8 +170,9 @@ class OpenAdapter:
         for name, dtype, first, begin, end in run:
             if name not in places:
                 continue  # says nothing that is served: a buffer of training, or a copy of the base model's weights
-            piece = Piece(name, dtype, first, data[begin - run[0].begin : end - run[0].begin])
-            check_finite(name, dtype, piece.data)
+            part = data[begin - run[0].begin : end - run[0].begin]
+            check_finite(name, dtype, part)
+            piece = Piece(name, *widened_file(dtype, part), first)
             for place in places[name]:
                 place.write(blob, self.layout.dtype, piece)
 
@@ -240,6 +184,9 @@ def open_adapter(
     dtype: str,
     base: BaseTensors | None = None,
     gains: GainCache | None = None,
+    *,
+    is_verified: bool = False,
+    check: Callable[[BindingPlan], None] = check_served,
 ) -> OpenAdapter:
     """Open an adapter of which `files` is the manifest, bind it to `model` and plan its blob. Blocks.
 
@@ -250,6 +197,8 @@ def open_adapter(
         dtype: Of the blob: float32, float16 or bfloat16.
         base: The base model's weights, for adapters that count from them; None: there are none on disk.
         gains: Where what was computed of these is kept.
+        is_verified: The weights were hashed as they were written, a moment ago, and are not hashed again.
+        check: Raises for a kind of adapter that is not wanted.
 
     Raises:
         DigestMismatch: a file is missing, cannot be read, or is not what was registered.
@@ -257,28 +206,25 @@ def open_adapter(
         BaseModelMismatch: the base model's weights are needed, and cannot be read.
     """
     entries = {entry.path: entry for entry in files}
-    config = parse_adapter_config(_read_config(folder / CONFIG, entries[CONFIG]))
-    weights = entries[WEIGHTS]
-    fd = _open(folder / WEIGHTS, weights)
+    config = parse_adapter_config(read_verified(folder / CONFIG, entries[CONFIG]))
+    weights = CachedFile(folder / WEIGHTS, entries[WEIGHTS], is_verified=is_verified)
     try:
-        head = _read_head(fd, weights)
+        head = weights.read_head()
         try:
-            tensors = read_header(lambda offset, length: head[offset : offset + length], weights.size)
+            tensors = read_header(lambda offset, length: head[offset : offset + length], weights.entry.size)
             binding = plan(config, tensors, model)
-            check_served(binding)
+            check(binding)
             if needs_base(binding):
                 _present(base)
-            rows = saved_rows(
-                binding, tensors, lambda view, offset: _read_into(fd, view, offset, weights), lambda: _present(base)
-            )
+            rows = saved_rows(binding, tensors, weights.read_into, lambda: _present(base))
         except LoraplexError:
-            _check_hash(fd, weights)
+            weights.check_hash()
             raise
         layout = plan_layout(binding, model, dtype, rows)
         extras = Extras(binding, model, layout, rows, base, gains, manifest_digest(files))
-        return OpenAdapter(layout, model, binding, extras, tensors, head, weights, fd)
+        return OpenAdapter(layout, model, binding, extras, tensors, head, weights)
     except BaseException:
-        os.close(fd)
+        weights.close()
         raise
 
 
@@ -286,68 +232,7 @@ def _present(base: BaseTensors | None) -> BaseTensors:
     if base is None:
         raise UnsupportedAdapter(
             "the adapter is packed against the base model's weights, and there are none here: the replica runs on "
-            "random ones, or this is a part of a blend",
+            "random ones",
             metadata={"key": "load_format"},
         )
     return base
-
-
-def _open(path: Path, entry: FileEntry) -> int:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise _damaged(entry, error.strerror) from None
-    if (size := os.fstat(fd).st_size) != entry.size:
-        os.close(fd)
-        raise _damaged(entry, f"has {size} bytes instead of {entry.size}")
-    return fd
-
-
-def _read_config(path: Path, entry: FileEntry) -> bytes:
-    fd = _open(path, entry)
-    try:
-        raw = bytearray(entry.size)
-        _read_into(fd, memoryview(raw), 0, entry)
-    finally:
-        os.close(fd)
-    if hashlib.sha256(raw).hexdigest() != entry.sha256:
-        raise _damaged(entry)
-    return bytes(raw)
-
-
-def _read_head(fd: int, entry: FileEntry) -> bytes:
-    """The bytes before the first tensor, as far as there are such."""
-    prefix = bytearray(min(8, entry.size))
-    _read_into(fd, memoryview(prefix), 0, entry)
-    length = min(8 + int.from_bytes(prefix, "little"), 8 + MAX_HEADER_BYTES, entry.size)
-    head = bytearray(length)
-    _read_into(fd, memoryview(head), 0, entry)
-    return bytes(head)
-
-
-def _read_into(fd: int, view: memoryview, offset: int, entry: FileEntry) -> None:
-    """Fill `view` from `offset` on. Never a mapping: a file that is cut short must be an error, not a SIGBUS."""
-    while view:
-        try:
-            count = os.preadv(fd, [view], offset)
-        except OSError as error:
-            raise _damaged(entry, error.strerror) from None
-        if not count:
-            raise _damaged(entry, "was cut short while it was read")
-        view, offset = view[count:], offset + count
-
-
-def _check_hash(fd: int, entry: FileEntry) -> None:
-    """Something is wrong with what was read: is it what was registered?"""
-    hasher = hashlib.sha256()
-    buffer = memoryview(bytearray(_PIECE_BYTES))
-    for offset in range(0, entry.size, _PIECE_BYTES):
-        piece = buffer[: min(_PIECE_BYTES, entry.size - offset)]
-        _read_into(fd, piece, offset, entry)
-        hasher.update(piece)
-    if hasher.hexdigest() != entry.sha256:
-        raise _damaged(entry)
-
-
-def _damaged(entry: FileEntry, problem: str | None = "is not what was registered") -> DigestMismatch:
-    return DigestMismatch(f"{entry.path} in the cache {problem}", metadata={"file": entry.path, "sha256": entry.sha256})

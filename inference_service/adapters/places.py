@@ -14,8 +14,8 @@ class Piece(NamedTuple):
 
     tensor: str
     dtype: str
-    first: int
     data: memoryview
+    first: int
 
 
 class Place(Protocol):

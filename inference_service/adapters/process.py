@@ -1,20 +1,20 @@
-"""The adapter process: one ROUTER socket that API processes and the engine talk to, and the loader behind it.
+"""The adapter process: what it consists of, its start and its end.
 
 Started as `python -m inference_service.adapters.process` with one line of JSON (`AdapterProcessStart`) on standard
 input; the end of standard input means that the parent died. SIGTERM ends it cleanly, SIGINT is the parent's business.
 """
 
 import asyncio
+import hashlib
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import uvloop
@@ -27,149 +27,30 @@ from inference_service.adapters.disk_cache import DiskCache
 from inference_service.adapters.dora import GainCache
 from inference_service.adapters.engine_port import EnginePort
 from inference_service.adapters.fetcher import Fetcher
-from inference_service.adapters.flights import unforeseen
 from inference_service.adapters.host_arena import map_host_arena
-from inference_service.adapters.loader import AdapterLoader, Packing, Tiers, Workers
+from inference_service.adapters.loader import AdapterLoader
 from inference_service.adapters.registry_client import BaseModelFacts, RegistryClient
 from inference_service.adapters.replica_report import ReplicaReporter
 from inference_service.adapters.residency import Residency
 from inference_service.adapters.resolution import BaseModelIdentity
+from inference_service.adapters.saved_answers import SavedAnswers
+from inference_service.adapters.server import AdapterServer
+from inference_service.adapters.staging import Packing, Tiers, Workers
 from inference_service.adapters.store import HostStore
-from inference_service.types import (
-    EXIT_CONFIG,
-    READY_LINE,
-    Acquire,
-    Acquired,
-    AcquireFailed,
-    AdapterRequest,
-    AwaitResidency,
-    DropStaged,
-    EngineStarted,
-    GetStats,
-    ListStaged,
-    Prepare,
-    PrepareBlend,
-    ReadTexts,
-    Release,
-    Reply,
-    Resolve,
-    decode_adapter_request,
-    encode,
-)
+from inference_service.adapters.turns import PER_TENANT
+from inference_service.types import EXIT_CONFIG, READY_LINE
 from shared import log as logs
 from shared.base_model import ModelConfig, fingerprint, parse_config
 from shared.errors import InvalidArgument, LoraplexError
 from shared.model_folder import read_json_object
 from shared.sources.policy import SourcePolicy
+from shared.tracing import start_tracing
 
 log = logging.getLogger(__name__)
 
-NUM_FETCHERS = 24  # most wait for their sources
+NUM_FETCHERS = 3 * PER_TENANT  # most wait for their sources
 MAX_PACKERS = 4  # threads that read and hash; as many more lay out
 _MAX_QUEUED = 100_000
-
-
-class AdapterServer:
-    """Answers the messages of one socket out of one loader."""
-
-    def __init__(self, socket: zmq.asyncio.Socket, loader: AdapterLoader, residency: Residency | None = None) -> None:
-        self._socket = socket
-        self._loader = loader
-        self._residency = residency
-        self._tasks: set[asyncio.Task[object]] = set()
-        self._acquires: set[asyncio.Task[object]] = set()
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        try:
-            while True:
-                identity, *parts = await self._socket.recv_multipart()
-                try:
-                    self._dispatch(identity, decode_adapter_request(b"".join(parts)))
-                except msgspec.MsgspecError as error:
-                    log.warning("ignored a malformed message from %r: %s", identity, error)
-        finally:
-            for task in self._tasks:
-                task.cancel()
-
-    def _dispatch(self, identity: bytes, message: AdapterRequest) -> None:
-        match message:
-            case Prepare() | PrepareBlend() | ReadTexts() | Resolve():
-                self._start(self._answer(identity, message))
-            case AwaitResidency():
-                self._start(self._await_residency(identity, message))
-            case Acquire():
-                task = self._start(self._acquire(identity, message.digest))
-                self._acquires.add(task)
-                task.add_done_callback(self._acquires.discard)
-            case Release():
-                self._loader.release(message.digest)
-            case DropStaged():
-                freed = self._loader.drop(message.digest)
-                self._start(self._send(identity, Reply(message.call_id, freed_bytes=freed)))
-            case ListStaged():
-                find = self._loader.known if message.names_only else self._loader.staged
-                self._start(self._send(identity, Reply(message.call_id, staged=find(message.digests))))
-            case GetStats():
-                self._start(self._send(identity, Reply(message.call_id, adapter_stats=self._loader.stats())))
-            case EngineStarted():
-                for task in self._acquires:
-                    task.cancel()
-                self._loader.engine_started()
-                if self._residency is not None:
-                    self._residency.engine_started()
-
-    def _start(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _answer(self, identity: bytes, message: Prepare | PrepareBlend | ReadTexts | Resolve) -> None:
-        try:
-            reply = await self._reply(message)
-        except LoraplexError as error:
-            reply = Reply(message.call_id, error=error.record())
-        except Exception as error:
-            reply = Reply(message.call_id, error=unforeseen(error, repr(message)).record())
-        await self._send(identity, reply)
-
-    async def _reply(self, message: Prepare | PrepareBlend | ReadTexts | Resolve) -> Reply:
-        match message:
-            case Prepare(call_id, reference, choice_key):
-                return Reply(call_id, adapter=await self._loader.prepare(reference, choice_key))
-            case PrepareBlend(call_id, parts, choice_key):
-                return Reply(call_id, adapter=await self._loader.prepare_blend(parts, choice_key))
-            case ReadTexts(call_id, digest):
-                return Reply(call_id, texts=await self._loader.read_texts(digest))
-            case Resolve(call_id, reference):
-                return Reply(call_id, digest=await self._loader.resolve(reference))
-
-    async def _await_residency(self, identity: bytes, message: AwaitResidency) -> None:
-        if self._residency is not None and not await self._residency.settle(message.seconds):
-            log.warning("not every adapter that is wanted here came in time", extra={"seconds": message.seconds})
-        await self._send(identity, Reply(message.call_id))
-
-    async def _acquire(self, identity: bytes, digest: str) -> None:
-        try:
-            blob = await self._loader.acquire(digest)
-        except LoraplexError as error:
-            await self._send(identity, AcquireFailed(digest, error.record()))
-            return
-        except Exception as error:
-            await self._send(identity, AcquireFailed(digest, unforeseen(error, digest).record()))
-            return
-        if not await self._send(identity, Acquired(digest, blob.offset, blob.layout)):
-            self._loader.release(digest)
-
-    async def _send(self, identity: bytes, message: msgspec.Struct) -> bool:
-        """False if the peer is gone, or does not read what it is sent."""
-        try:
-            await self._socket.send_multipart([identity, encode(message)], flags=zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            log.debug("not sent to %r: %s", identity, error)
-            return False
-        return True
 
 
 async def serve(start: AdapterProcessStart, stop: asyncio.Event) -> None:
@@ -182,18 +63,21 @@ async def serve(start: AdapterProcessStart, stop: asyncio.Event) -> None:
     folder = Path(start.config.model_folder)
     raw_config = read_json_object(folder / "config.json")
     base_model = BaseModelIdentity(start.config.base_model, fingerprint(raw_config))
+    tracing = start_tracing(start.config.otlp_endpoint, "loraplex-inference", "adapters")
     registry = RegistryClient(
         start.config.registry,
         base_model,
         identity=start.config.registry_identity,
         max_stale=start.config.max_stale,
+        interceptors=tracing.client_interceptors() if tracing else (),
+        saved=_saved_answers(start.config, base_model),
     )
     loop = asyncio.get_running_loop()
     async with _loader(start, registry) as loader, _router(start.address) as socket:
         engine = EnginePort(start.engine_address) if start.engine_address else None
         residency = Residency(loader, engine) if engine else None
         tasks = [
-            loop.create_task(AdapterServer(socket, loader, residency).run()),
+            loop.create_task(AdapterServer(socket, loader, residency, tracing).run()),
             loop.create_task(registry.keep_registered(_facts(start.config, base_model))),
             loop.create_task(registry.keep_watching(residency)),
         ]
@@ -211,8 +95,18 @@ async def serve(start: AdapterProcessStart, stop: asyncio.Event) -> None:
         if engine is not None:
             await engine.close()
         await registry.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
         for task in done:
             task.result()
+
+
+def _saved_answers(config: AdapterProcessConfig, base_model: BaseModelIdentity) -> SavedAnswers:
+    """Those of this registry for this base model. Raises OSError if the cache's folder cannot be made."""
+    folder = Path(config.cache_dir) / "answers"
+    folder.mkdir(parents=True, exist_ok=True)
+    whose = hashlib.sha256("\n".join((config.registry, *base_model)).encode()).hexdigest()
+    return SavedAnswers(folder / f"{whose[:32]}.sqlite")
 
 
 @asynccontextmanager
@@ -301,8 +195,6 @@ def main() -> int:
         return EXIT_CONFIG if isinstance(error, InvalidArgument) else 1
     return 0
 
-
-__all__ = ["AdapterProcessConfig", "AdapterProcessStart", "AdapterServer", "main", "serve"]
 
 if __name__ == "__main__":
     sys.exit(main())

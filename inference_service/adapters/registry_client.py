@@ -5,15 +5,17 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from inference_service.adapters.answers import Answer, Answers
 from inference_service.adapters.flights import Flights
 from inference_service.adapters.registry_errors import NOT_KNOWN, NOT_YET, VERDICTS, error_of, unreachable
 from inference_service.adapters.resolution import BaseModelIdentity, Resolution, ResolvedVersion, read_resolution
+from inference_service.adapters.saved_answers import SavedAnswers
 from inference_service.adapters.watch import AdapterWatch, Listener
 from loraplex.registry.v1 import registry_pb2
 from loraplex.registry.v1.registry_pb2_grpc import AdapterRegistryServiceStub
@@ -30,6 +32,7 @@ _SERVICE_CONFIG = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
 _KEEPALIVE_SECONDS = 30.0  # more than the 5 s between pings that `shared.grpc_server` asks for
 _CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # a proxy may acknowledge for who is gone
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
@@ -59,6 +62,8 @@ class RegistryClient:
         max_stale: Seconds since it was given for which an answer serves while the registry is unreachable.
         keepalive: Seconds between pings of an idle connection, which tell that the registry's machine is gone.
         clock: Seconds, monotonic.
+        interceptors: Of its calls, for traces.
+        saved: Keeps answers for a process after this one, and has those of the one before. Closed with the client.
     """
 
     def __init__(
@@ -70,6 +75,8 @@ class RegistryClient:
         max_stale: float = 3600.0,
         keepalive: float = _KEEPALIVE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        interceptors: Sequence[Any] = (),
+        saved: SavedAnswers | None = None,
     ) -> None:
         self.registration: RegistrationState = "pending"
         self._base_model = base_model
@@ -77,9 +84,10 @@ class RegistryClient:
         self._clock = clock
         target = address if "://" in address or address.startswith("unix:") else f"dns:///{address}"
         options = (("grpc.keepalive_time_ms", int(1e3 * keepalive)), *_CHANNEL_OPTIONS)
-        self._channel = open_channel(target, identity, options)
+        self._channel = open_channel(target, identity, options, interceptors)
         self._stub = AdapterRegistryServiceStub(self._channel)
-        self._answers = Answers(max_stale, clock)
+        self._saved = saved
+        self._answers = Answers(max_stale, clock, saved)
         self._flights: Flights[Resolution] = Flights(lambda _: FAILURE_MEMORY, clock)
         self._refreshes: set[asyncio.Task[None]] = set()
         self._is_down = False
@@ -89,6 +97,16 @@ class RegistryClient:
     def revision(self) -> int:
         """The highest that the registry has told."""
         return self._answers.revision
+
+    @property
+    def lag(self) -> int:
+        """Changes that the registry is known to have and that have not been heard of."""
+        return self._answers.lag
+
+    @property
+    def heard_at(self) -> float | None:
+        """When the registry's watch was last up to date; None if it never was."""
+        return self._answers.heard_at
 
     async def keep_watching(self, listener: Listener | None = None) -> None:
         """Hears of changes until cancelled, so that answers are right without being asked for again."""
@@ -106,6 +124,7 @@ class RegistryClient:
 
         Whoever finds an answer expired or changed waits a moment for a new one and then takes the old one, if it is
         young enough; while the registry is unreachable, it is taken at once. The new one arrives in the background.
+        Where this process has never had an answer, that of a process before it counts, as an old one.
 
         Raises:
             RegistryUnavailable: no answer, and none remembered that is young enough.
@@ -121,11 +140,28 @@ class RegistryClient:
         try:
             async with asyncio.timeout(None if stale is None else PATIENCE):
                 resolution = await self._flight(reference)
-        except (RegistryUnavailable, *NOT_YET, TimeoutError):
+        except (RegistryUnavailable, *NOT_YET, TimeoutError) as error:
+            if stale is None and isinstance(error, RegistryUnavailable):
+                stale = await self._earlier(reference)
             if stale is None:
                 raise
             resolution = stale.resolution
         return resolution.choose(choice_key)
+
+    async def _earlier(self, reference: str) -> Answer | None:
+        """What a process before this one was told, if that is young enough."""
+        found = None if self._saved is None else await self._saved.find(reference)
+        if found is None:
+            return None
+        try:
+            response = registry_pb2.ResolveAdapterResponse.FromString(found.response)
+            resolution = read_resolution(response, reference, self._base_model)
+        except (LoraplexError, DecodeError) as error:
+            log.warning("what was kept of %s cannot be used: %s", reference, error)
+            return None
+        self._answers.put_earlier(reference, resolution, found.age)
+        answer = self._answers.find(reference)
+        return answer if answer is not None and self._answers.may_serve(answer) else None
 
     def _refresh_soon(self, reference: str) -> None:
         async def refresh() -> None:
@@ -153,7 +189,8 @@ class RegistryClient:
         except LoraplexError:
             self._answers.drop(reference)
             raise
-        self._answers.put(reference, Answer(resolution, asked_at, response.registry_revision))
+        answer = Answer(resolution, asked_at, response.registry_revision)
+        self._answers.put(reference, answer, response.SerializeToString())
         return resolution
 
     async def _call(self, reference: str, min_revision: int) -> registry_pb2.ResolveAdapterResponse:
@@ -225,7 +262,8 @@ class RegistryClient:
     async def _sleep(self, seconds: float) -> None:
         """Until the registry comes back, at most `seconds`."""
         try:
-            await asyncio.wait_for(self._came_back.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._came_back.wait()
         except TimeoutError:
             return
 
@@ -234,3 +272,5 @@ class RegistryClient:
         for task in self._refreshes:
             task.cancel()
         await self._channel.close(grace=None)
+        if self._saved is not None:
+            await asyncio.to_thread(self._saved.close)

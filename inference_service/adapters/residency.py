@@ -9,7 +9,7 @@ every other alias.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -54,7 +54,7 @@ class Engine(Protocol):
     """What is needed of `engine_port.EnginePort`."""
 
     async def load(self, digest: str, *, pinned: bool) -> None: ...
-    async def unload(self, digest: str) -> None: ...
+    async def keep_pins(self, digests: Set[str]) -> None: ...
     async def residents(self) -> list[ResidentAdapter]: ...
     async def free_bytes(self) -> int: ...
 
@@ -82,10 +82,10 @@ class Residency:
         self._clock = clock
         self._wanted: dict[str, tuple[Wanted, ...]] = {}  # by adapter
         self._incoming: dict[str, tuple[Wanted, ...]] | None = {}  # of a snapshot that has not ended
+        self._was_told = False  # some snapshot has ended
         self._is_told = asyncio.Event()  # it is known what is wanted, or that nobody says
         self._loads: dict[str, _Load] = {}  # by digest
-        self._pinned: set[str] = set()  # what this object pinned
-        self._unpinning: set[asyncio.Task[None]] = set()
+        self._kept: frozenset[str] | None = None  # pins that the engine was told to keep; None: it must be told anew
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
         self._woken = asyncio.Event()
         self._progressed = asyncio.Event()  # replaced whenever it is set
@@ -109,7 +109,7 @@ class Residency:
     def complete(self, revision: int) -> None:
         """Everything up to `revision` is told."""
         if self._incoming is not None:
-            self._wanted, self._incoming = self._incoming, None
+            self._wanted, self._incoming, self._was_told = self._incoming, None, True
             self._woken.set()
         self.observed_revision = revision
         self._is_told.set()
@@ -122,7 +122,7 @@ class Residency:
 
     def engine_started(self) -> None:
         """The device is empty. What was under way begins again: nobody can say which engine it has reached."""
-        self._pinned.clear()
+        self._kept = None
         for load in self._loads.values():
             _cancel(load)
             load.is_done = load.is_settled = False
@@ -146,8 +146,6 @@ class Residency:
         finally:
             for load in self._loads.values():
                 _cancel(load)
-            for task in self._unpinning:
-                task.cancel()
 
     async def settle(self, seconds: float) -> bool:
         """Returns when all that is wanted is here, or can be no sooner; at the latest after some seconds.
@@ -186,8 +184,6 @@ class Residency:
         wanted = _by_digest(self._wanted)
         for digest in self._loads.keys() - wanted.keys():
             _cancel(self._loads.pop(digest))
-        for digest in [held for held in self._pinned if held not in wanted or not wanted[held].is_pinned]:
-            self._let_go(digest)
         for digest, version in wanted.items():
             load = self._loads.setdefault(digest, _Load(version))
             if load.wanted.is_pinned != version.is_pinned:
@@ -198,22 +194,24 @@ class Residency:
             is_running = load.task is not None and not load.task.done()
             if not load.is_done and not is_running and self._clock() >= load.retry_at:
                 load.task = asyncio.get_running_loop().create_task(self._bring(load))
+        await self._end_other_pins(frozenset(digest for digest, version in wanted.items() if version.is_pinned))
 
-    def _let_go(self, digest: str) -> None:
-        """Ends a pin, which takes as long as the adapter's requests."""
+    async def _end_other_pins(self, pinned: frozenset[str]) -> None:
+        """End the pins of what is not wanted any more, also those that a process before this one has set.
 
-        async def unload() -> None:
-            try:
-                await self._engine.unload(digest)
-                log.info("no longer pinned", extra={"digest": digest})
-            except LoraplexError as error:
-                log.warning("%s stays pinned for now: %s", digest, error.summary)
-                self._pinned.add(digest)
-
-        self._pinned.discard(digest)
-        task = asyncio.get_running_loop().create_task(unload())
-        self._unpinning.add(task)
-        task.add_done_callback(self._unpinning.discard)
+        What is wanted must have been told once: until then nothing says that they are not. They may be used as before,
+        and are evicted when others need the room.
+        """
+        if not self._was_told:
+            return
+        if pinned == self._kept:
+            return
+        try:
+            await self._engine.keep_pins(pinned)
+        except LoraplexError as error:
+            log.debug("pins are as they were: %s", error.summary)
+            return
+        self._kept = pinned
 
     async def _find_lost(self) -> None:
         """A pinned adapter may have been unloaded by hand."""
@@ -248,7 +246,6 @@ class Residency:
         prepared = await self._loader.prepare(reference)
         load.reason = "LOADING"
         if is_pinned:
-            self._pinned.add(digest)
             await self._engine.load(digest, pinned=True)
         elif await self._engine.free_bytes() >= prepared.size_bytes:
             await self._engine.load(digest, pinned=False)

@@ -7,9 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_service.adapters.base_tensors import EMBED, BaseTensors
-from inference_service.adapters.conversion import STORAGE, convert
+from inference_service.adapters.conversion import STORAGE, convert, widened_file
 from shared.adapter_format.bound import BindingPlan, RowsBinding
 from shared.adapter_format.header import ITEM_SIZES, TensorInfo
+from shared.adapter_format.reasons import tensor_unsupported
 
 _PIECE_BYTES = 4 << 20
 
@@ -55,11 +56,20 @@ def saved_rows(
     Raises:
         BaseModelMismatch: the base model's weights are needed, and cannot be read.
         AdapterInvalid: a number is beyond the range of the served dtype (metadata `tensor`).
+        UnsupportedAdapter: an activated LoRA brings rows, which would act before its activation (metadata `tensor`).
     """
 
     def differing(tensor: str, name: str) -> Ids:
         return _differing(tensor, tensors[tensor], read, base(), name)
 
+    rows = _saved(binding, differing, base)
+    if binding.activation and (kept := rows.head or rows.embed):
+        advice = "is no copy of the base model's, and would act before the activation; save without embedding layers"
+        raise tensor_unsupported(kept.parts[0].tensor, "alora_invocation_tokens", advice)
+    return rows
+
+
+def _saved(binding: BindingPlan, differing: Callable[[str, str], Ids], base: Callable[[], BaseTensors]) -> SavedRows:
     embed, head = binding.embed, binding.head
     kept = _kept(embed.rows, embed.grown, lambda tensor: differing(tensor, EMBED)) if embed else None
     if head is None:
@@ -111,6 +121,7 @@ def _differing(
         data = memoryview(bytearray((end - begin) * row_bytes))
         read(data, info.begin + begin * row_bytes)
         served = np.empty((end - begin, columns), STORAGE[base.dtype])
-        convert(tensor, data, info.dtype, base.dtype, served)
+        dtype, data = widened_file(info.dtype, data)
+        convert(tensor, data, dtype, base.dtype, served)
         found.append(begin + np.flatnonzero((served != base.rows(name, begin, end)).any(axis=1)))
     return np.concatenate((*found, np.arange(num_base, num_rows)))

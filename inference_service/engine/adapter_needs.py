@@ -15,7 +15,8 @@ import heapq
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
-from inference_service.engine.fairness import ALWAYS, FairQueue, Flow, Tenant
+from inference_service.engine.fairness import FairQueue
+from inference_service.engine.flows import ALWAYS, Flow, Tenant
 from inference_service.lora.adapter import AdapterState, Wanted
 from shared.errors import LoraplexError
 
@@ -24,7 +25,7 @@ SHORT = 128  # flows that are sorted whenever another comes
 
 
 class Adapters(Protocol):
-    """What waiting sequences ask of the slot pool; `lora.adapter.AdapterPool` is one."""
+    """What waiting sequences ask of the slot pool; `lora.pool.AdapterPool` is one."""
 
     def want(self, line: Iterable[Wanted]) -> None:
         """Load the first of `line`, as many as fit at once, and keep these. Taken from `line` only as far as needed."""

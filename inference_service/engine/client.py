@@ -7,7 +7,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from inference_service.engine.event_queue import Event, EventQueue
+from inference_service.engine.event_queue import MAX_UNREAD, Event, EventQueue
 from inference_service.stats import EngineStats
 from inference_service.types import (
     Abort,
@@ -40,11 +40,13 @@ class EngineClient:
     Args:
         address: ZeroMQ address of the engine's ROUTER (`ipc://…`).
         identity: This API process's name, unique among the engine's clients.
+        max_unread: Tokens and logprobs of a request that may wait for who reads it.
     """
 
-    def __init__(self, address: str, identity: str) -> None:
+    def __init__(self, address: str, identity: str, max_unread: int = MAX_UNREAD) -> None:
         self.address = address
         self.identity = identity.encode()
+        self.max_unread = max_unread
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -99,7 +101,7 @@ class EngineClient:
         self._check_up()
         if spec.request_id in self._streams:
             raise RequestIdReused.of("request_id", "is in flight")
-        events = self._streams[spec.request_id] = EventQueue(spec.sampling.n)
+        events = self._streams[spec.request_id] = EventQueue(spec.sampling.n, self.max_unread)
         try:
             self._send(Submit(spec))
             while (event := await events.get()) is not None:
@@ -218,8 +220,8 @@ class EngineClient:
         in_order: list[Event] = [*output.started, *output.prompt_logprobs, *output.deltas]
         for event in in_order:
             events = self._streams.get(event.request_id)
-            if events is not None:
-                events.put(event)
+            if events is not None and not events.put(event):
+                self._send(Abort(event.request_id))
         for failure in output.failed:
             events = self._streams.get(failure.request_id)
             if events is not None:

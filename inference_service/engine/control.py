@@ -1,21 +1,25 @@
-"""LoadAdapter, UnloadAdapter and ListResident, answered when what they ask for has come true."""
+"""LoadAdapter, UnloadAdapter, KeepPins and ListResident, answered when what they ask for has come true."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from inference_service.engine.engine import Engine
 from inference_service.engine.scheduler import Adapters
 from inference_service.lora.adapter import AdapterState
-from inference_service.types import ListResident, LoadAdapter, Reply, ResidentAdapter, UnloadAdapter
+from inference_service.types import KeepPins, ListResident, LoadAdapter, PinOwner, Reply, ResidentAdapter, UnloadAdapter
 from shared.errors import AdapterUnloaded
 
-AdapterCall = LoadAdapter | UnloadAdapter | ListResident
+AdapterCall = LoadAdapter | UnloadAdapter | KeepPins | ListResident
 
 
 class ManagedAdapters(Adapters, Protocol):
     """What operators ask of the slot pool, beside what the scheduler does."""
 
-    def load(self, digest: str, pinned: bool) -> AdapterState: ...
+    def load(self, digest: str, pinned: bool, owner: PinOwner = "operator") -> AdapterState: ...
+
+    def keep_pins(self, owner: PinOwner, digests: Set[str]) -> None: ...
 
     def begin_unload(self, digest: str) -> AdapterState | None: ...
 
@@ -45,8 +49,10 @@ class AdapterControl:
         if isinstance(call, ListResident):
             self._answers.append(Answer(client, Reply(call.call_id, resident=self._adapters.residents())))
         elif isinstance(call, LoadAdapter):
-            self._adapters.load(call.digest, call.pinned)
+            self._load(call)
             self._loads.append((client, call))
+        elif isinstance(call, KeepPins):
+            self._keep_pins(client, call)
         else:
             self._unload(client, call)
 
@@ -76,7 +82,19 @@ class AdapterControl:
             self._adapters.cancel_unload(digest)
             for _, call in self._loads:
                 if call.digest == digest:  # the unload took its pin away
-                    self._adapters.load(digest, call.pinned)
+                    self._load(call)
+
+    def _load(self, call: LoadAdapter) -> AdapterState:
+        return self._adapters.load(call.digest, call.pinned, call.owner)
+
+    def _keep_pins(self, client: bytes, call: KeepPins) -> None:
+        digests = frozenset(call.digests)
+        self._adapters.keep_pins("registry", digests)
+        self._loads = [
+            (its_client, replace(load, pinned=load.pinned and (load.owner != "registry" or load.digest in digests)))
+            for its_client, load in self._loads
+        ]
+        self._answers.append(Answer(client, Reply(call.call_id)))
 
     def _unload(self, client: bytes, call: UnloadAdapter) -> None:
         if call.force:
@@ -88,7 +106,7 @@ class AdapterControl:
     def _answer_load(self, client: bytes, call: LoadAdapter) -> bool:
         state = self._adapters.state(call.digest)
         if state is None and call.digest not in self._held:  # gone again while it was loading
-            state = self._adapters.load(call.digest, call.pinned)
+            state = self._load(call)
         if call.wait and state not in (AdapterState.READY, AdapterState.FAILED):
             return False
         error = self._adapters.error(call.digest) if state is AdapterState.FAILED else None

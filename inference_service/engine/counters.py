@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 from inference_service.engine.scheduler import Scheduler
 from inference_service.engine.sequence import Request
-from inference_service.lora.adapter import AdapterPool, AdapterState
+from inference_service.lora.adapter import AdapterState
+from inference_service.lora.pool import AdapterPool
 from inference_service.stats import EngineStats, Tier, TokenCounts, Usage
 from inference_service.types import GenerateSpec
 

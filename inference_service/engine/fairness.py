@@ -10,71 +10,35 @@ Whoever has the smallest goes next. Three things differ from the paper:
   what was computed while nobody else wanted it is held against nobody.
 * Work counts once. What is computed again after a preemption is not charged, so the difference between two counters is
   a difference in progress.
-* Who is behind by more than `lead` and finds no room preempts. So two that always wait drift apart by at most `credit`
-  (at the start), `lead`, and the service of one step; in the paper it is as much as fits the KV cache.
+* Who is behind and finds no room preempts. It must be behind by more than `lead`; and, since what is preempted has to
+  be computed again, by as much more as that costs. For a cost above another `lead` nobody waits longer.
+
+* Who has more sequences running will be served more: in the order of turns, not where room is taken, each counts as
+  service to come, all that may run together as one `lead`. Without that, whoever is behind takes every seat as it comes
+  free, and is as far ahead when its answers end.
+
+So of two that always wait, who is 2 * `lead` behind takes all the room that it asks for: they drift apart by at most
+that, or `credit` at the start, and the service of the steps in which it is seen; in the paper it is as much as fits the
+KV cache. And what is thrown away is never worth more than the difference that it mends, up to that limit.
 
 Preemption ends: T takes room from V only when V - T > lead, and V takes it back only when T - V > lead. In between T
 has made progress that is worth more than twice `lead` beyond V's, and all requests together make only so much.
 
-`lead` is worth one full prefill step and `credit` two, so a newcomer is served at once for one full prefill step.
+`lead` is worth one full prefill step and `credit` two, so a newcomer's first request is served at once, whatever room
+it needs, and what it asks for beside that for one full prefill step.
 """
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import NamedTuple
 
+from inference_service.engine.flows import ALWAYS, Flow, Tenant, by_service, by_service_and_age, place, remove
 from inference_service.engine.sequence import Sequence
 
 # Service per token. Keys and values that the prefix cache has cost little more than the memory that they take.
 CACHED, PROMPT, OUTPUT = 1, 10, 20
-ALWAYS = -float("inf")
 FORGET_EVERY = 64  # newcomers: how often those that need not be remembered are looked for
-
-Place = tuple[int, float, int, int]
-
-
-def place(sequence: Sequence) -> Place:
-    """Its place in its adapter's line, and the order of preemption backwards: higher priority, then earlier arrival."""
-    request = sequence.request
-    return -request.spec.priority, request.spec.arrival, request.order, sequence.index
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class Share:
-    """What a tenant, or an adapter of it, has been served."""
-
-    number: int
-    served: int = 0
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class Tenant(Share):
-    """One tenant. `virtual`: the virtual time among its flows."""
-
-    name: str = ""
-    flows: "dict[str | None, Flow]" = field(default_factory=dict)
-    ready: "dict[Flow, None]" = field(default_factory=dict)  # those that wait for nothing but their turn
-    running: list[Sequence] = field(default_factory=list)  # sorted by place
-    num_waiting: int = 0
-    virtual: int = 0
-
-
-@dataclass(eq=False, repr=False, slots=True, kw_only=True)
-class Flow(Share):
-    """What one tenant asks of one adapter; `digest` None is the base model.
-
-    `is_ready`: some of it waits and its adapter is there; `changed_at`: since when that is so, or is not so; -inf if
-    its adapter was not waited for.
-    """
-
-    tenant: Tenant
-    digest: str | None
-    waiting: list[Sequence] = field(default_factory=list)  # sorted by place
-    num_running: int = 0
-    is_ready: bool = False
-    changed_at: float = ALWAYS
 
 
 class FairQueue:
@@ -82,10 +46,12 @@ class FairQueue:
 
     Args:
         step_tokens: Of a full prefill step.
+        num_seats: Sequences that may run.
     """
 
-    def __init__(self, step_tokens: int) -> None:
+    def __init__(self, step_tokens: int, num_seats: int) -> None:
         self.lead = PROMPT * step_tokens
+        self.foresight = self.lead // num_seats
         self.credit = 2 * self.lead
         self.tenants: dict[str, Tenant] = {}
         self.waiting: dict[Flow, None] = {}  # flows with waiting sequences
@@ -127,7 +93,7 @@ class FairQueue:
     def leave(self, sequence: Sequence) -> None:
         """It no longer waits."""
         flow = sequence.request.flow
-        _remove(flow.waiting, sequence)
+        remove(flow.waiting, sequence)
         flow.tenant.num_waiting -= 1
         self.num_waiting -= 1
         if not flow.waiting:
@@ -156,8 +122,18 @@ class FairQueue:
     def stop(self, sequence: Sequence) -> None:
         """It no longer runs."""
         flow = sequence.request.flow
-        _remove(flow.tenant.running, sequence)
+        remove(flow.tenant.running, sequence)
         flow.num_running -= 1
+
+    @property
+    def is_backlogged(self) -> bool:
+        """Whether somebody waits for nothing but a turn."""
+        return bool(self._ready)
+
+    def num_ahead(self, newcomer: Sequence) -> int:
+        """How many certainly start before `newcomer`, which does not wait yet; 0 while its adapter is not there."""
+        flow = newcomer.request.flow
+        return bisect_left(flow.waiting, place(newcomer), key=place) if flow.is_ready else 0
 
     def ready_flows(self) -> list[Flow]:
         """Flows that wait for nothing but their turn."""
@@ -175,12 +151,13 @@ class FairQueue:
         ones that `may_start` of tenants that `admits` lets in. Charge each before asking for the next.
 
         The order is: the tenant served least; of it, the highest priority; then the adapter served least; then arrival.
+        Those that run count as service to come.
         """
         running: dict[Tenant, dict[Flow, list[Sequence]]] = {}
         for sequence in prefilling:
             flow = sequence.request.flow
             running.setdefault(flow.tenant, {}).setdefault(flow, []).append(sequence)
-        heap = [(tenant.served, tenant.number, tenant) for tenant in {**self._ready, **dict.fromkeys(running)}]
+        heap = [(self._expected(tenant), tenant.number, tenant) for tenant in {**self._ready, **dict.fromkeys(running)}]
         heapq.heapify(heap)
         lines: dict[Tenant, list[_Turn]] = {}
         while heap:
@@ -191,13 +168,24 @@ class FairQueue:
                 flows = {**tenant.ready, **of_tenant} if admits(tenant) else of_tenant
                 line = lines[tenant] = []
                 for flow in flows:
-                    _push(line, flow, _candidates(of_tenant.get(flow, ()), flow, may_start, admits))
+                    self._push(line, flow, _candidates(of_tenant.get(flow, ()), flow, may_start, admits))
             if line:
                 turn = heapq.heappop(line)
                 yield turn.sequence
-                _push(line, turn.flow, turn.others)
+                self._push(line, turn.flow, turn.others)
             if line:
-                heapq.heappush(heap, (tenant.served, tenant.number, tenant))
+                heapq.heappush(heap, (self._expected(tenant), tenant.number, tenant))
+
+    def _expected(self, tenant: Tenant) -> int:
+        return tenant.served + self.foresight * len(tenant.running)
+
+    def _push(self, line: list["_Turn"], flow: Flow, candidates: Iterator[Sequence]) -> None:
+        """Queue the next of `candidates` in its tenant's line, if there is one."""
+        sequence = next(candidates, None)
+        if sequence is not None:
+            spec, expected = sequence.request.spec, flow.served + self.foresight * flow.num_running
+            rank = (-spec.priority, expected, spec.arrival, sequence.request.order)
+            heapq.heappush(line, _Turn(rank, flow.number, flow, sequence, candidates))
 
     def charge(self, flow: Flow, service: int) -> None:
         """`flow` has been served."""
@@ -208,22 +196,35 @@ class FairQueue:
 
     def last(self) -> Sequence:
         """Whose memory a running sequence takes when there is no other: the newest of the tenant served most."""
-        return max((t for t in self.tenants.values() if t.running), key=_served).running[-1]
+        return max((t for t in self.tenants.values() if t.running), key=by_service).running[-1]
 
-    def victims(self, head: Sequence) -> Iterator[Sequence]:
-        """Running sequences that `head` may preempt, newest first: those of the most served tenant, or of the most
-        served adapter of its own tenant, where that is ahead of it by more than `lead`; there no higher priority."""
+    def ahead_of(self, head: Sequence) -> "Ahead":
+        """Running sequences of the most served tenant, or of the most served adapter of the tenant of `head`, where
+        that is ahead of it by more than `lead`; there no higher priority."""
         flow = head.request.flow
-        most = max((t for t in self.tenants.values() if t.running), key=_served, default=flow.tenant)
-        if most.served - flow.tenant.served > self.lead:
-            yield from reversed(most.running)
-            return
+        most = max((t for t in self.tenants.values() if t.running), key=by_service, default=flow.tenant)
+        by = most.served - flow.tenant.served
+        if by > self.lead:
+            return Ahead(by, most.running[::-1])
         own = flow.tenant.running
-        ahead = max({sequence.request.flow for sequence in own}, key=_order, default=flow)
-        if ahead.served - flow.served > self.lead:
-            for sequence in reversed(own):
-                if sequence.request.flow is ahead and sequence.request.spec.priority <= head.request.spec.priority:
-                    yield sequence
+        adapter = max({sequence.request.flow for sequence in own}, key=by_service_and_age, default=flow)
+        by = adapter.served - flow.served
+        if by <= self.lead:
+            return Ahead(by, [])
+        priority = head.request.spec.priority
+        its = (sequence for sequence in reversed(own) if sequence.request.flow is adapter)
+        return Ahead(by, [sequence for sequence in its if sequence.request.spec.priority <= priority])
+
+    def victims(self, head: Sequence, spared: Container[Sequence]) -> Iterator[Sequence]:
+        """Those ahead of `head`, newest first, but for `spared`, that it may preempt all together: as many as cost no
+        more to compute again than it is behind by, beyond `lead`."""
+        ahead, cost = self.ahead_of(head), 0
+        for sequence in ahead.running:
+            if sequence not in spared:
+                cost += PROMPT * sequence.num_computed
+                if ahead.by < self.lead + min(cost, self.lead):
+                    return
+                yield sequence
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless lines, counts and states agree."""
@@ -251,11 +252,11 @@ class FairQueue:
         tenant = flow.tenant
         if not tenant.ready:
             others = self._ready or self.tenants.values()
-            self._virtual = max(self._virtual, (min if self._ready else max)(map(_served, others)))
+            self._virtual = max(self._virtual, (min if self._ready else max)(map(by_service, others)))
             tenant.served = max(tenant.served, self._virtual - self.credit)
             self._ready[tenant] = None
         siblings = tenant.ready or tenant.flows.values()
-        tenant.virtual = max(tenant.virtual, (min if tenant.ready else max)(map(_served, siblings)))
+        tenant.virtual = max(tenant.virtual, (min if tenant.ready else max)(map(by_service, siblings)))
         flow.served = max(flow.served, tenant.virtual - self.credit)
         tenant.ready[flow] = None
         flow.is_ready = True
@@ -279,6 +280,13 @@ class FairQueue:
         return self._count
 
 
+class Ahead(NamedTuple):
+    """Who has been served more, by how much, and its running sequences, newest first."""
+
+    by: int
+    running: list[Sequence]
+
+
 class _Turn(NamedTuple):
     """A flow's next sequence, and those after it. Sorted by the first two."""
 
@@ -287,15 +295,6 @@ class _Turn(NamedTuple):
     flow: Flow
     sequence: Sequence
     others: Iterator[Sequence]
-
-
-def _push(line: list[_Turn], flow: Flow, candidates: Iterator[Sequence]) -> None:
-    """Queue the next of `candidates` in its tenant's line, if there is one."""
-    sequence = next(candidates, None)
-    if sequence is not None:
-        spec = sequence.request.spec
-        rank = (-spec.priority, flow.served, spec.arrival, sequence.request.order)
-        heapq.heappush(line, _Turn(rank, flow.number, flow, sequence, candidates))
 
 
 def _candidates(
@@ -310,17 +309,3 @@ def _candidates(
             yield sequence
         if index < len(flow.waiting) and flow.waiting[index] is sequence:
             index += 1
-
-
-def _remove(line: list[Sequence], sequence: Sequence) -> None:
-    index = bisect_left(line, place(sequence), key=place)
-    assert line[index] is sequence
-    del line[index]
-
-
-def _served(share: Share) -> int:
-    return share.served
-
-
-def _order(share: Share) -> tuple[int, int]:
-    return share.served, share.number

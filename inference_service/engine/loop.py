@@ -11,7 +11,8 @@ from inference_service.engine.control import AdapterControl
 from inference_service.engine.counters import engine_stats
 from inference_service.engine.engine import Engine
 from inference_service.engine.sockets import AdapterSocket, ApiSocket
-from inference_service.lora.adapter import AdapterPool, AdapterState
+from inference_service.lora.adapter import AdapterState
+from inference_service.lora.pool import AdapterPool
 from inference_service.stats import EngineStats
 from inference_service.types import (
     Abort,

@@ -32,11 +32,12 @@ from inference_service.engine.loop import EngineLoop, Parts
 from inference_service.engine.runner import ModelRunner, placement
 from inference_service.engine.scheduler import Scheduler
 from inference_service.engine.sockets import AdapterSocket, ApiSocket
-from inference_service.lora.adapter import AdapterPool
+from inference_service.lora.pool import AdapterPool
 from inference_service.lora.slots import SlotTable
 from inference_service.types import EXIT_CONFIG, READY_LINE, EngineReady
 from shared.errors import InvalidArgument, LoraplexError
 from shared.log import setup
+from shared.process_end import end_process
 
 log = logging.getLogger(__name__)
 
@@ -200,4 +201,4 @@ def run_from_stdin() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_from_stdin())
+    end_process(run_from_stdin())

@@ -14,19 +14,21 @@ from inference_service.engine.adapter_needs import AdapterNeeds
 from inference_service.engine.adapter_needs import Adapters as NeededAdapters
 from inference_service.engine.blocks import BlockAllocator
 from inference_service.engine.config import EngineLimits
-from inference_service.engine.fairness import CACHED, OUTPUT, PROMPT, FairQueue, Tenant
+from inference_service.engine.fairness import CACHED, OUTPUT, PROMPT, FairQueue
+from inference_service.engine.flows import Tenant
 from inference_service.engine.kv_memory import KvMemory
 from inference_service.engine.quotas import TenantLimits
 from inference_service.engine.sequence import Request, Sequence, State
 from inference_service.engine.step import Chunk, Failure, Schedule
-from inference_service.lora.slots import Handle
+from inference_service.engine.wait_estimate import WaitEstimate
+from inference_service.lora.residents import Handle
 from shared.errors import DeadlineUnreachable, QueueFull
 
 RETRY_AFTER_SECONDS = 1.0
 
 
 class Adapters(NeededAdapters, Protocol):
-    """What the scheduler asks of the slot pool; `lora.adapter.AdapterPool` is one."""
+    """What the scheduler asks of the slot pool; `lora.pool.AdapterPool` is one."""
 
     def acquire(self, digest: str) -> Handle:
         """Use a READY adapter: it keeps its slot until `release`."""
@@ -57,12 +59,14 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_tokens_queried = 0
         self.prefix_tokens_hit = 0
-        self._queue = FairQueue(limits.max_batched_tokens)
+        self._queue = FairQueue(limits.max_batched_tokens, limits.max_num_seqs)
         self._needs = AdapterNeeds(self._queue, adapters, limits.adapter_age_limit)
         self._memory = KvMemory(blocks)
         self._tenant_limits = TenantLimits(limits.max_queued_per_tenant, limits.max_running_per_tenant)
         self._deadlines: list[tuple[float, int, Request]] = []
         self._started: list[Request] = []
+        self._waits = WaitEstimate()
+        self._now = 0.0
         self._step = StepPlan()
 
     # ---- requests come and go
@@ -72,6 +76,7 @@ class Scheduler:
 
         Raises:
             QueueFull, TenantQuota: with the seconds after which to retry.
+            DeadlineUnreachable: it would still wait when its deadline passes.
         """
         queue, spec, count = self._queue, request.spec, len(request.sequences)
         if queue.num_waiting and queue.num_waiting + count > self.limits.max_queue:
@@ -81,6 +86,8 @@ class Scheduler:
             )
         request.flow = queue.flow(spec.tenant, spec.adapter_digest)
         self._tenant_limits.check_queued(request.flow.tenant.num_waiting, count, RETRY_AFTER_SECONDS)
+        if spec.deadline is not None:
+            self._waits.check(spec.deadline, queue.num_ahead(request.sequences[0]), spec.arrival)
         self.requests[request.key] = request
         for sequence in request.sequences:
             queue.wait(sequence)
@@ -150,12 +157,15 @@ class Scheduler:
 
         It may be called again before that: sequences then go on behind tokens that nobody has read yet.
         """
+        self._now = now
         failed = (*self._expired(now), *self._failed_adapters(now))
         self._step = StepPlan()
         self._sort_running()
         prefills = list(self._prefills())  # may preempt decodes
         chunks = [*map(self._decode, self._step.decodes), *prefills]
         self._needs.ask(self._step.is_full)
+        if not self._queue.is_backlogged:
+            self._waits.forget()
         singles = sorted((c for c in chunks if c.length == 1), key=_slot)
         longer = sorted((c for c in chunks if c.length > 1), key=_slot)
         started, self._started = tuple(self._started), []
@@ -234,7 +244,7 @@ class Scheduler:
         """Whoever is so far ahead that it could be preempted leaves its tokens of this step to `sequence`."""
         decodes = self._step.decodes
         if decodes and sequence.remaining > left - len(decodes):
-            for other in self._queue.victims(sequence):
+            for other in self._queue.ahead_of(sequence).running:
                 decodes.pop(other, None)
                 if sequence.remaining <= left - len(decodes):
                     return
@@ -316,7 +326,7 @@ class Scheduler:
         One block per running sequence stays free, so that an admission does not cause a preemption at once.
         """
         victims: list[Sequence] = []
-        others = (victim for victim in self._queue.victims(head) if victim not in self._step.prefills)
+        others = self._queue.victims(head, self._step.prefills)
         while not self._fits(head, victims):
             victim = next(others, None)
             if victim is None:
@@ -336,6 +346,7 @@ class Scheduler:
         sequence.num_charged = max(sequence.num_charged, sequence.num_computed)
         sequence.handle = None if flow.digest is None else self.adapters.acquire(flow.digest)
         sequence.state = State.RUNNING
+        self._waits.started(self._now)
         self.running[sequence] = None
         self._queue.start(sequence)
         if not request.started:

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from inference_service.engine.blocks import ChainSeed
-from inference_service.lora.slots import Handle
+from inference_service.lora.residents import Handle
 from inference_service.types import (
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
@@ -19,10 +19,7 @@ from inference_service.types import (
 from shared.errors import FieldViolation, InvalidArgument
 
 if TYPE_CHECKING:
-    from inference_service.engine.fairness import Flow
-
-if TYPE_CHECKING:
-    from inference_service.engine.fairness import Flow
+    from inference_service.engine.flows import Flow
 
 
 class State(Enum):
@@ -90,7 +87,6 @@ class Sequence:
         num_pending: Tokens that launched steps sample and nobody has read yet; they follow `token_ids`.
         num_cached: Tokens whose keys and values were found at admission. A recomputed one among them is not written.
         num_named: How many of `blocks` have been offered to the prefix cache.
-        num_charged: Tokens that its tenant has been charged for; those computed again are not charged again.
         num_charged: Tokens that its tenant has been charged for; those computed again are not charged again.
         handle: Of its adapter while it runs; None for the base model.
     """

@@ -19,7 +19,7 @@ import torch
 from inference_service.engine.blocks import ChainSeed
 from inference_service.engine.sequence import Request, State
 from inference_service.engine.step import Chunk, Schedule
-from inference_service.lora.slots import Handle
+from inference_service.lora.residents import Handle
 from inference_service.types import MAX_LOGPROBS, GenerateSpec, Sampling, Stop
 
 if TYPE_CHECKING:

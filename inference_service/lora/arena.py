@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inference_service.lora.extras import SlotExtras, extras_of
-from inference_service.lora.slots import Move
+from inference_service.lora.residents import Move
 from inference_service.types import BlobLayout, ChunkLayout
 from kernels.table import A_OFFSET, B_OFFSET, MAX_RANK, NUM_MODULES, OFFSET_UNIT, RANK, SCALE, AdapterTable
 from shared.errors import AdapterInvalid, UnsupportedAdapter

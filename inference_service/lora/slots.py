@@ -7,91 +7,16 @@ bytes at a time.
 """
 
 import heapq
-from collections.abc import Iterable, Set
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Set
+from typing import Literal
 
 from inference_service.lora.compaction import find_lack, plan_joining
 from inference_service.lora.gaps import Range, coalesce, fit, round_up, without
+from inference_service.lora.limits import SlotLimits
+from inference_service.lora.residents import Evicted, Handle, Move, Placement, Resident, Room, StaleHandle, length
+from inference_service.lora.victims import Shortage, choose_victims
 from inference_service.types import BlobLayout
 from shared.errors import AdapterMemory, TenantQuota
-
-
-class Handle(NamedTuple):
-    """A slot, and the how-manieth use of it. A handle of an earlier use is stale."""
-
-    slot: int
-    generation: int
-
-
-class Evicted(NamedTuple):
-    """An adapter that made room, for want of `bytes` or `slots`."""
-
-    digest: str
-    handle: Handle
-    reason: Literal["bytes", "slots"]
-
-
-class Move(NamedTuple):
-    """`nbytes` of a resident adapter go from `source` to `target` in the arena, which is the lower; they may overlap.
-
-    Moves are made in order: one may write where an earlier one read.
-    """
-
-    handle: Handle
-    source: int
-    target: int
-    nbytes: int
-
-
-class Placement(NamedTuple):
-    """Where an adapter goes: its slot, and the arena offset of each of its chunks."""
-
-    handle: Handle
-    chunk_offsets: tuple[int, ...]
-
-
-class Room(NamedTuple):
-    """What an attempt to place an adapter has changed, in this order: who was evicted, what moves, where it goes.
-
-    Without a `placement` it must wait: for references to drop if nobody was evicted and nothing moved, else for a
-    next call, which moves more.
-    """
-
-    evicted: tuple[Evicted, ...] = ()
-    moves: tuple[Move, ...] = ()
-    placement: Placement | None = None
-
-
-class StaleHandle(LookupError):
-    """The slot has been given to another adapter, or freed, since this handle was made."""
-
-
-@dataclass
-class Resident:
-    """One adapter in a slot. `ranges`: its chunks in the arena. `references`: whoever may not lose it.
-
-    `owner`: the tenant whose requests brought it, or "". `is_arriving`: its bytes are on their way and cannot be moved.
-    """
-
-    digest: str
-    handle: Handle
-    ranges: tuple[Range, ...]
-    rank: int
-    references: int
-    pinned: bool
-    owner: str = ""
-    is_arriving: bool = True
-
-    @property
-    def nbytes(self) -> int:
-        """Arena bytes it takes."""
-        return _length(self.ranges)
-
-    @property
-    def is_evictable(self) -> bool:
-        """Whether it may make room."""
-        return not self.references and not self.pinned
 
 
 class SlotTable:
@@ -116,11 +41,11 @@ class SlotTable:
         self.num_slots = num_slots
         self.arena_bytes = arena_bytes
         self.move_bytes = move_bytes
-        self.retry_after = retry_after
         self.owner_bytes = owner_bytes
         # Grows whenever the answer to a load that waits for room may have changed.
         self.changes = 0
         self._end = arena_bytes - arena_bytes % round_up(1)
+        self._limits = SlotLimits(num_slots, self._end, retry_after, owner_bytes)
         self._gaps = coalesce([Range(0, self._end)])
         self._residents: dict[str, Resident] = {}  # least recently used first
         self._by_slot: dict[int, Resident] = {}
@@ -144,8 +69,7 @@ class SlotTable:
             raise ValueError(f"{digest} is resident")
         sizes = _sizes(layout)
         try:
-            self._check_possible(sum(sizes))
-            self._check_owner(sum(sizes), owner)
+            self._check(sum(sizes), owner)
         except (AdapterMemory, TenantQuota):
             self.give_up(digest)
             raise
@@ -186,8 +110,7 @@ class SlotTable:
     def can_hold(self, layout: BlobLayout, owner: str = "") -> bool:
         """Whether `reserve` would place the adapter, at once or after waiting."""
         try:
-            self._check_possible(sum(_sizes(layout)))
-            self._check_owner(sum(_sizes(layout)), owner)
+            self._check(sum(_sizes(layout)), owner)
         except (AdapterMemory, TenantQuota):
             return False
         return True
@@ -280,7 +203,7 @@ class SlotTable:
     @property
     def free_bytes(self) -> int:
         """Arena bytes that no adapter takes."""
-        return _length(self._gaps)
+        return length(self._gaps)
 
     @property
     def is_compacting(self) -> bool:
@@ -302,7 +225,7 @@ class SlotTable:
         residents = self.residents()
         taken = [chunk for resident in residents for chunk in resident.ranges]
         assert coalesce([*taken, *self._gaps]) == coalesce([Range(0, self._end)]), "ranges and gaps do not tile"
-        assert _length(taken) + self.free_bytes == self._end, "ranges overlap"
+        assert length(taken) + self.free_bytes == self._end, "ranges overlap"
         assert self._gaps == coalesce(self._gaps), "gaps are not coalesced"
         used = [resident.handle.slot for resident in residents]
         assert sorted(used + self._free_slots) == list(range(self.num_slots)), "a slot is lost or used twice"
@@ -311,73 +234,24 @@ class SlotTable:
             assert resident.references >= 0, "negative references"
             assert resident.handle.generation == self._generations[resident.handle.slot], "a resident is stale"
 
-    def _check_possible(self, needed: int) -> None:
+    def _check(self, needed: int, owner: str) -> None:
         """Raise if `needed` bytes could not be had even with every unpinned adapter gone."""
-        facts = {"bytes_needed": str(needed), "arena_bytes": str(self._end)}
-        if needed > self._end:
-            raise AdapterMemory(
-                f"the adapter takes {needed} bytes of device memory and the adapter arena has {self._end}; "
-                "enlarge it with --adapter-memory",
-                metadata=facts,
-            )
         pinned = [resident.nbytes for resident in self._residents.values() if resident.pinned]
-        if len(pinned) == self.num_slots:
-            raise AdapterMemory(
-                f"pinned adapters take all {self.num_slots} slots; unload one, or raise --max-adapters",
-                metadata={"slots": str(self.num_slots)},
-                retry_after=self.retry_after,
-            )
-        if needed > self._end - sum(pinned):
-            raise AdapterMemory(
-                f"pinned adapters leave no room for {needed} bytes in the adapter arena of {self._end}; "
-                "unload one, or enlarge the arena with --adapter-memory",
-                metadata=facts,
-                retry_after=self.retry_after,
-            )
-
-    def _check_owner(self, needed: int, owner: str) -> None:
-        if owner and 0 < self.owner_bytes < needed:
-            raise TenantQuota(
-                f"the adapter takes {needed} bytes of device memory, and a tenant's adapters may take "
-                f"{self.owner_bytes}; raise --adapter-memory-per-tenant",
-                metadata={"limit": "adapter_bytes", "value": str(self.owner_bytes), "bytes_needed": str(needed)},
-            )
+        self._limits.check_possible(needed, pinned)
+        self._limits.check_owner(needed, owner)
 
     def _evict_for(self, needed: int, owner: str) -> tuple[Evicted, ...] | None:
         """Evict until a slot and `needed` bytes are free; None, and nobody, if references are in the way."""
         excess = self.excess(needed, owner)
         reason: Literal["bytes", "slots"] = "bytes" if needed > self.free_bytes or excess > 0 else "slots"
-        victims = self._victims(needed - self.free_bytes, 0 if self._free_slots else 1, owner, excess)
+        evictable = [r for r in self._residents.values() if r.is_evictable and r.digest not in self._wanted]
+        num_slots = 0 if self._free_slots else 1
+        victims = choose_victims(evictable, Shortage(needed - self.free_bytes, num_slots, owner, excess))
         if victims is None:
             return None
         for victim in victims:
             self._drop(victim)
         return tuple(Evicted(victim.digest, victim.handle, reason) for victim in victims)
-
-    def _victims(self, nbytes: int, at_least: int, owner: str, excess: int) -> list[Resident] | None:
-        """The least recently used adapters that take so many bytes and slots, less those that it does not take;
-        among them `excess` bytes of `owner`'s."""
-        evictable = [r for r in self._residents.values() if r.is_evictable and r.digest not in self._wanted]
-        victims: list[Resident] = []
-        for resident in evictable:
-            if excess > 0 and resident.owner == owner:
-                victims.append(resident)
-                excess -= resident.nbytes
-                nbytes -= resident.nbytes
-        num_own = len(victims)
-        for resident in evictable:
-            if nbytes <= 0 and len(victims) >= at_least:
-                break
-            if resident not in victims[:num_own]:
-                victims.append(resident)
-                nbytes -= resident.nbytes
-        if excess > 0 or nbytes > 0 or len(victims) < at_least:
-            return None
-        for victim in reversed(victims[num_own:]):
-            if victim.nbytes + nbytes <= 0 and len(victims) > at_least:
-                nbytes += victim.nbytes
-                victims.remove(victim)
-        return victims
 
     def _compact(self, sizes: list[int]) -> tuple[Move, ...]:
         """Moves after which `sizes` fit, or after which fewer are needed: those of about `move_bytes`."""
@@ -432,10 +306,6 @@ class SlotTable:
         heapq.heappush(self._free_slots, resident.handle.slot)
         self._gaps = coalesce([*self._gaps, *resident.ranges])
         self.changes += 1
-
-
-def _length(ranges: Iterable[Range]) -> int:
-    return sum(taken.size for taken in ranges)
 
 
 def _sizes(layout: BlobLayout) -> list[int]:

@@ -121,6 +121,7 @@ def list_adapters(
             for a in adapters
         ),
         fold="DESCRIPTION",
+        spare=("DESCRIPTION", "BASE MODEL", "VERSIONS"),
     )
 
 

@@ -14,7 +14,7 @@ from loraplex.cli.options import DEFAULT_REGISTRY, Json, RegistryAddress, parsed
 from loraplex.cli.output import print_json, print_table
 from loraplex.client import Client
 from loraplex.registry.v1 import registry_pb2, resources_pb2
-from shared.errors import LoraplexError
+from shared.errors import AdapterNotFound, LoraplexError
 from shared.references import Reference, adapter_name, alias_name, namespace_name
 
 
@@ -94,15 +94,18 @@ def apply(
 
 
 async def _apply(client: Client, entries: Sequence[AdapterEntry], dry_run: bool, prune: bool) -> list[Row]:
-    """Rows in the file's order. The entries of an adapter are registered first, then its aliases and fields set."""
+    """Rows in the file's order. An adapter's entries are registered, each with the aliases that are its alone; then
+    what they share, and fields, are set."""
     rows: dict[int, Row] = {}
     adapters: dict[Reference, list[int]] = {}
     for index, entry in enumerate(entries):
         adapters.setdefault(parsed(entry.name), []).append(index)
     for target, indices in adapters.items():
         registered: dict[int, _Registered] = {}
+        before = await _known_aliases(client, target)
+        own = _own_aliases({index: entries[index] for index in indices})
         for index in indices:
-            result = await _register(client, target, entries[index], dry_run)
+            result = await _register(client, target, entries[index], own[index], dry_run)
             if isinstance(result, Row):
                 rows[index] = result
             else:
@@ -113,11 +116,14 @@ async def _apply(client: Client, entries: Sequence[AdapterEntry], dry_run: bool,
             )
             continue
         is_whole = len(registered) == len(indices)
-        rows.update(await _finish(client, target, registered, is_whole=is_whole, prune=prune))
+        rows.update(await _finish(client, target, registered, before, is_whole=is_whole, prune=prune))
     return [rows[index] for index in range(len(entries))]
 
 
-async def _register(client: Client, target: Reference, entry: AdapterEntry, dry_run: bool) -> "_Registered | Row":
+async def _register(
+    client: Client, target: Reference, entry: AdapterEntry, aliases: Sequence[str], dry_run: bool
+) -> "_Registered | Row":
+    """Registers the entry and points `aliases` at its version, both or neither."""
     request = registry_pb2.RegisterAdapterRequest(
         parent=namespace_name(target.namespace),
         adapter_id=target.adapter,
@@ -125,6 +131,7 @@ async def _register(client: Client, target: Reference, entry: AdapterEntry, dry_
         source=resources_pb2.AdapterSource(uri=entry.source, credential_ref=entry.credential),
         labels=entry.labels,
         description=entry.description or "",
+        aliases=aliases,
         request_id=str(uuid.uuid4()),
         validate_only=dry_run,
     )
@@ -139,9 +146,18 @@ async def _register(client: Client, target: Reference, entry: AdapterEntry, dry_
 
 
 async def _finish(
-    client: Client, target: Reference, registered: dict[int, _Registered], *, is_whole: bool, prune: bool
+    client: Client,
+    target: Reference,
+    registered: dict[int, _Registered],
+    before: dict[str, dict[int, float]],
+    *,
+    is_whole: bool,
+    prune: bool,
 ) -> dict[int, Row]:
-    """Sets what the entries of one adapter say of it. `is_whole`: none of them failed."""
+    """Sets what the entries of one adapter say of it and their registrations have not.
+
+    `before`: what its aliases meant. `is_whole`: none of the entries failed.
+    """
     if not registered:
         return {}
     changes: dict[int, list[str]] = {index: [] for index in registered}
@@ -152,6 +168,7 @@ async def _finish(
             wanted = {number: weight for number, weight, _ in targets}
             if _targets(adapter).get(alias) != wanted:
                 adapter = await _set_alias(client, target, alias, wanted)
+            if before.get(alias) != wanted:
                 for number, _, index in targets:
                     changes[index].append(f"{alias}→{number}")
         for index, each in registered.items():
@@ -194,6 +211,19 @@ def _aliases(registered: dict[int, _Registered]) -> dict[str, list[tuple[int, fl
     return found
 
 
+def _own_aliases(entries: dict[int, AdapterEntry]) -> dict[int, list[str]]:
+    """The aliases that shall mean one entry's version and nothing else, by entry. As `_aliases`, before there are
+    versions."""
+    shares: dict[str, dict[int, float]] = {}
+    for index, entry in entries.items():
+        if isinstance(entry.aliases, dict):
+            for alias, weight in entry.aliases.items():
+                shares.setdefault(alias, {})[index] = weight
+        else:
+            shares.update({alias: {index: 1.0} for alias in entry.aliases or ()})
+    return {index: [alias for alias, share in shares.items() if share == {index: 1.0}] for index in entries}
+
+
 def _targets(adapter: resources_pb2.Adapter) -> dict[str, dict[int, float]]:
     return {a.name.rpartition("/")[2]: {t.version: t.weight for t in a.targets} for a in adapter.aliases}
 
@@ -222,6 +252,14 @@ def _adapter_with(adapter: resources_pb2.Adapter, fields: dict[str, Any]) -> res
 async def _adapter(client: Client, target: Reference) -> resources_pb2.Adapter:
     request = registry_pb2.GetAdapterRequest(name=adapter_name(target.namespace, target.adapter))
     return await client.call(client.registry.GetAdapter(request))
+
+
+async def _known_aliases(client: Client, target: Reference) -> dict[str, dict[int, float]]:
+    """What the adapter's aliases mean; none if it is new."""
+    try:
+        return _targets(await _adapter(client, target))
+    except AdapterNotFound:
+        return {}
 
 
 async def _set_alias(client: Client, target: Reference, alias: str, targets: dict[int, float]) -> resources_pb2.Adapter:

@@ -85,8 +85,8 @@ def _print_help_if_alone(context: typer.Context) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits.
 
-    The status is 0, 1 for a failed call (one line says why, further ones give facts), 2 for wrong usage, 130 after
-    Ctrl-C.
+    The status is 0, 1 for a failed call (one line says why, further ones give facts that it does not), 2 for wrong
+    usage, 130 after Ctrl-C.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -111,7 +111,7 @@ def _not_text(arguments: Sequence[str]) -> str | None:
 
 def _explain(error: LoraplexError) -> str:
     lines = [error.summary]
-    lines += [f"  {key}: {value}" for key, value in sorted(error.metadata.items())]
+    lines += [f"  {key}: {value}" for key, value in sorted(error.metadata.items()) if value not in error.message]
     if error.retry_after is not None:
         lines.append(f"  retry after {error.retry_after:g} s")
     return "\n".join(lines)

@@ -11,7 +11,6 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from loraplex.registry.v1 import resources_pb2
@@ -21,6 +20,7 @@ from shared.references import parse_version_name
 _INTEGERS_64 = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
 _EXACT_INTEGERS = 1 << 53  # a JSON number that readers may take for a double
 _NARROWEST_FOLD = 24
+_BETWEEN = 2  # blanks between columns
 
 
 # ---- JSON
@@ -64,33 +64,48 @@ def print_json(data: Any) -> None:
 # ---- tables
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, fold: str = "") -> None:
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, fold: str = "", spare: Sequence[str] = ()
+) -> None:
     """Prints one line a row, as wide as its content, so that names, ids and digests can be copied and searched.
 
     Args:
         fold: The column of free text. On a terminal too narrow for the table it is folded; no other column ever is.
+        spare: Columns that a terminal which is too narrow even so is spared, in this order, and told of.
     """
-    table = Table(box=None, header_style="bold", pad_edge=False, show_header=any(columns))
-    for column in columns:
-        table.add_column(column, no_wrap=column != fold, overflow="fold")
     cells = [[" ".join(str(cell).splitlines()) for cell in row] for row in rows]
-    for row in cells:
-        table.add_row(*row)
+    widths = [max(map(cell_len, (column, *texts))) for column, *texts in zip(columns, *cells, strict=True)]
     # Without markup, since texts may hold [brackets].
     console = Console(markup=False, emoji=False, highlight=False)
-    texts = [row[columns.index(fold)] for row in cells] if fold else []
-    console.width = _width(console, table, max(map(cell_len, texts), default=0))
+    room = console.width if console.is_terminal else 1 << 20
+    least = [
+        min(width, _NARROWEST_FOLD) if name == fold else width for name, width in zip(columns, widths, strict=True)
+    ]
+    shown = list(range(len(columns)))
+    spared = [column for column in spare if _spares(shown, columns.index(column), least, room)]
+    table = Table(box=None, header_style="bold", pad_edge=False, show_header=any(columns))
+    for at in shown:
+        table.add_column(columns[at], no_wrap=columns[at] != fold, overflow="fold")
+    for row in cells:
+        table.add_row(*(row[at] for at in shown))
+    console.width = min(_total(shown, widths), max(room, _total(shown, least)))
     with console.capture() as captured:
         console.print(table)
     typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    if spared:
+        typer.echo(f"not shown, for want of room: {', '.join(spared)}", err=True)
 
 
-def _width(console: Console, table: Table, widest_text: int) -> int:
-    unlimited = console.options.update(max_width=1 << 20)
-    natural = Measurement.get(console, unlimited, table).maximum
-    if not console.is_terminal or natural <= console.width:
-        return natural
-    return max(console.width, natural - max(0, widest_text - _NARROWEST_FOLD))
+def _spares(shown: list[int], column: int, widths: Sequence[int], room: int) -> bool:
+    """Takes a column out of those shown if they are too wide."""
+    is_too_wide = _total(shown, widths) > room
+    if is_too_wide:
+        shown.remove(column)
+    return is_too_wide
+
+
+def _total(shown: Sequence[int], widths: Sequence[int]) -> int:
+    return sum(widths[at] for at in shown) + _BETWEEN * len(shown)
 
 
 # ---- words

@@ -11,23 +11,16 @@ from numpy.typing import NDArray
 from loraplex.convert.tensors import read_tensor
 from shared.adapter_format.binding import ModuleBinding, plan
 from shared.adapter_format.config import MAX_RANK, parse_adapter_config
-from shared.adapter_format.files import CONFIG, adapter_files
+from shared.adapter_format.files import CONFIG, adapter_files, named_folder
 from shared.adapter_format.finite import check_finite
 from shared.adapter_format.header import TensorInfo, read_header_of
+from shared.adapter_format.kinds.initialisation import LOST
 from shared.adapter_format.reasons import key_unsupported, tensor_invalid, tensor_unsupported
 from shared.adapter_format.strict_json import parse_object
 from shared.base_model import ModelConfig
 from shared.errors import InvalidArgument, SourceNotFound
 
 INIT = "init_lora_weights"
-_RESAVE = "save it again with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
-# Initialisations whose part of the base weights cannot be computed from them alone.
-_LOST = {
-    "pissa_niter": f"its decomposition began at random; {_RESAVE}",
-    "corda": f"its decomposition depends on the data it was made with; {_RESAVE}",
-    "lora_ga": f"it depends on gradients; {_RESAVE}",
-    "loftq": "it counts from a quantised base model; merge it into that and train a LoRA of another initialisation",
-}
 # Keys with which twice the rank is not the same function, or not on linears alone.
 _NOT_WITH = ("alora_invocation_tokens", "use_bdlora", "use_qalora", "target_parameters", "layer_replication")
 
@@ -55,7 +48,7 @@ class TrainedAdapter(NamedTuple):
 
 
 def read_adapter(folder: Path, model: ModelConfig) -> TrainedAdapter:
-    """What lies in `folder`, bound to `model`.
+    """What lies in `folder`, or one below by the adapter's name, bound to `model`.
 
     Raises:
         SourceNotFound: no such folder.
@@ -65,7 +58,10 @@ def read_adapter(folder: Path, model: ModelConfig) -> TrainedAdapter:
     """
     if not folder.is_dir():
         raise SourceNotFound(f"{folder} is not a folder; download the adapter first", metadata={"source": str(folder)})
-    files = adapter_files([path.name for path in folder.iterdir()])
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    if below := named_folder(names, [path.name for path in folder.iterdir() if path.is_dir()]):
+        return read_adapter(folder / below, model)
+    files = adapter_files(names)
     raw = parse_object((folder / files.config).read_bytes(), CONFIG)
     method = _method(raw)
     for key in _NOT_WITH:
@@ -100,7 +96,9 @@ def _method(raw: Mapping[str, Any]) -> str:
     name = init.lower() if isinstance(init, str) else ""
     if raw.get("kasa_config"):
         if name in ("pissa", "olora"):
-            raise key_unsupported("kasa_config", f"KaSA on top of {init} cannot be told apart any more; {_RESAVE}")
+            raise key_unsupported(
+                "kasa_config", f"KaSA on top of {init} cannot be told apart any more; train again with one of them"
+            )
         _check_not_lost(name)
         return "kasa"
     if name in ("pissa", "olora"):
@@ -112,9 +110,9 @@ def _method(raw: Mapping[str, Any]) -> str:
 
 
 def _check_not_lost(name: str) -> None:
-    for start, advice in _LOST.items():
+    for start, advice in LOST.items():
         if name.startswith(start):
-            raise key_unsupported(INIT, f"{name!r:.60} cannot be repaired: {advice}")
+            raise key_unsupported(INIT, f"the files do not tell what {name!r:.60} took out of the base model; {advice}")
 
 
 def _check_modules(
@@ -128,7 +126,8 @@ def _check_modules(
                 module.a, f"has rank {module.rank}; {method} takes at most {largest} out of this linear"
             )
         if 2 * module.rank > MAX_RANK:
-            advice = f"rank {module.rank} becomes {2 * module.rank}, above the limit of {MAX_RANK}; {_RESAVE}"
+            ranks = f"rank {module.rank} becomes {2 * module.rank}"
+            advice = f"{ranks}, above the limit of {MAX_RANK}; train with a smaller rank"
             raise tensor_unsupported(module.a, "r", advice)
         if method == "kasa":
             name = diagonals.get(module.b)

@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from shared.adapter_format.files import CONFIG, WEIGHTS
 from shared.adapter_format.header import TensorInfo, read_header_of
 from shared.base_model import linear_shapes, parse_config
 from shared.base_weights import checkpoint_files
-from shared.errors import InvalidArgument
+from shared.errors import AdapterInvalid, InvalidArgument
 from shared.model_folder import load_raw_config
 
 # Files beside the weights that say how an adapter is to be used.
@@ -29,7 +29,8 @@ _COPIED = (
 
 
 class Conversion(NamedTuple):
-    """What was done. `warnings` name modules about which PEFT's own answer depends on the machine."""
+    """What was done. `warnings` name modules about which PEFT's own answer depends on the machine, and a base model
+    that may be another than the adapter's."""
 
     method: str
     num_modules: int
@@ -49,7 +50,7 @@ def convert(source: Path, base: Path, out: Path, on_module: Callable[[int, int],
         on_module: Told the number of linears done, and of all.
 
     Raises:
-        InvalidArgument: `out` exists, `base` holds no whole model, or there is nothing to convert.
+        InvalidArgument: `out` exists, `base` holds no whole and sound model, or there is nothing to convert.
         UnsupportedAdapter, AdapterInvalid, SourceNotFound: as `read_adapter`.
     """
     if out.exists():
@@ -61,11 +62,11 @@ def convert(source: Path, base: Path, out: Path, on_module: Callable[[int, int],
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         folder = Path(scratch) / "adapter"
         folder.mkdir()
-        warnings = _write_weights(adapter, weights, folder, on_module)
+        warnings = [*_base_warnings(adapter, base), *_write_weights(adapter, weights, folder, on_module)]
         (folder / CONFIG).write_text(json.dumps(converted_config(adapter.config), indent=2) + "\n", encoding="utf-8")
         for name in _COPIED:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+            if (adapter.folder / name).is_file():
+                shutil.copyfile(adapter.folder / name, folder / name)
         folder.rename(out)
     rank = 2 * max(module.rank for module in adapter.modules)
     return Conversion(adapter.method, len(adapter.modules), rank, tuple(warnings))
@@ -75,12 +76,23 @@ def _linears(base: Path, shapes: dict[str, tuple[int, int]]) -> dict[str, tuple[
     """File and header entry of every linear of the layers, by module path."""
     found: dict[str, tuple[Path, TensorInfo]] = {}
     for path in checkpoint_files(base):
-        header = read_header_of(path)
+        try:
+            header = read_header_of(path)
+        except AdapterInvalid as error:  # which speaks of adapters as a rule
+            raise InvalidArgument.of("base", error.message) from None
         found |= {name.removesuffix(".weight"): (path, info) for name, info in header.items()}
     for module, shape in shapes.items():
         if module not in found or found[module][1].shape != shape:
             raise InvalidArgument.of("base", f"{module}.weight is missing, or not of the shape config.json gives it")
     return found
+
+
+def _base_warnings(adapter: TrainedAdapter, base: Path) -> list[str]:
+    """Other weights of the same shapes make a wrong adapter, and nothing in it tells."""
+    named = adapter.config.get("base_model_name_or_path")
+    if not isinstance(named, str) or not named or PurePath(named).name.lower() == base.resolve().name.lower():
+        return []
+    return [f"the adapter says it was trained on {named:.200}; from other weights than those it computes wrongly"]
 
 
 def _write_weights(
@@ -115,6 +127,8 @@ def _repaired(
     """[A; A₀] and [B, −B₀]: s·BA less what was taken out of the weight."""
     file, info = base
     weight = read_tensor(file, f"{module.path}.weight", info).astype(np.float64)
+    if not np.isfinite(weight).all():
+        raise InvalidArgument.of("base", f"{module.path}.weight holds NaN or Inf")
     removed = REMOVED[adapter.method](weight, module.rank, module.scale)
     if removed.is_chance:
         warnings.append(

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.adapter_format.floats import FLOATS, to_float32
 from shared.adapter_format.header import TensorInfo
 from shared.adapter_format.reasons import tensor_unsupported
 
-FLOATS = ("F32", "F16", "BF16")
-
 
 def read_tensor(path: Path, name: str, info: TensorInfo) -> NDArray[np.float32]:
-    """The tensor `name`, which lies at `info` in the file at `path`. Every float of FLOATS is exact in float32.
+    """The tensor `name`, which lies at `info` in the file at `path`, as float32.
 
     Raises:
         UnsupportedAdapter: another dtype (metadata `tensor`).
@@ -24,12 +23,7 @@ def read_tensor(path: Path, name: str, info: TensorInfo) -> NDArray[np.float32]:
     """
     if info.dtype not in FLOATS:
         raise tensor_unsupported(name, "dtype", f"{info.dtype} cannot be converted; save it as float32")
-    raw = _read(path, info.begin, info.end - info.begin)
-    if info.dtype == "BF16":
-        numbers = (np.frombuffer(raw, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
-    else:
-        numbers = np.frombuffer(raw, "<f4" if info.dtype == "F32" else "<f2").astype(np.float32)
-    return numbers.reshape(info.shape)
+    return to_float32(info.dtype, _read(path, info.begin, info.end - info.begin)).reshape(info.shape)
 
 
 def _read(path: Path, begin: int, nbytes: int) -> bytearray:

@@ -15,10 +15,11 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
-from sqlalchemy import Connection, create_engine, text
+from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from registry_service.database import configure_sqlite, driver_url, is_sqlite
+from registry_service.migrations.online import build_indexes
 from shared.errors import InvalidArgument, RegistryUnavailable
 
 _NO_DATABASE = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
@@ -32,13 +33,17 @@ class SchemaOutdated(Exception):
 
 
 def upgrade(url: str, revision: str = "head") -> None:
-    """Brings the database at `url` (as configured) to `revision`, in one transaction. Blocks.
+    """Brings the database at `url` (as configured) to `revision`: on Postgres indexes first, then the rest in one
+    transaction. Blocks.
 
     Raises:
         InvalidArgument: there is no SQLite database at that path, and none can be made.
         SchemaOutdated: a newer version of the registry has written it.
         RegistryUnavailable: no database answers.
     """
+    if not is_sqlite(url):
+        with _engine(url) as engine:
+            build_indexes(engine, _script(), revision)
     with _alembic, _connection(url) as connection:
         command.upgrade(_config(connection), revision)
 
@@ -73,9 +78,13 @@ def check_connection(connection: Connection) -> None:
 
 def head() -> str:
     """The revision of this code's schema."""
-    script = Config()
-    script.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
-    return str(ScriptDirectory.from_config(script).get_current_head())
+    return str(_script().get_current_head())
+
+
+def _script() -> ScriptDirectory:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    return ScriptDirectory.from_config(config)
 
 
 def new_epoch(url: str) -> str:
@@ -95,16 +104,22 @@ def new_epoch(url: str) -> str:
 @contextmanager
 def _connection(url: str) -> Iterator[Connection]:
     """A transaction that nobody else migrates in."""
+    with _engine(url) as engine, engine.begin() as connection:
+        if not is_sqlite(url):
+            connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK_KEY})
+        yield connection
+
+
+@contextmanager
+def _engine(url: str) -> Iterator[Engine]:
+    """Connections for a migration; what goes wrong with them is said as `upgrade` says."""
     if is_sqlite(url):
         _make_folder(Path(url.removeprefix("sqlite:///")).parent)
     engine = create_engine(driver_url(url, is_async=False), execution_options={"is_write": True})
     if is_sqlite(url):
         configure_sqlite(engine)
     try:
-        with engine.begin() as connection:
-            if not is_sqlite(url):
-                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK_KEY})
-            yield connection
+        yield engine
     except (DBAPIError, sqlite3.Error) as error:
         reason = error.orig if isinstance(error, DBAPIError) else error
         if getattr(reason, "sqlite_errorcode", 0) & 0xFF in _NO_DATABASE:

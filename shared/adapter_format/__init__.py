@@ -11,5 +11,5 @@ binding.py     LoraConfig + tensors + ModelConfig → BindingPlan
 bound.py       what a BindingPlan consists of            (summary.py: the same for people)
 served.py      which kinds the engine serves
 experts.py     LoRA on a mixture of experts              (parsed, not served)
-finite.py      no NaN and no Inf in the data
+finite.py      no NaN and no Inf in the data            (floats.py: numbers of any dtype as float32)
 """

@@ -3,21 +3,23 @@
 from collections.abc import Mapping
 
 from shared.adapter_format.bound import BindingPlan, EmbedBinding, HeadBinding, ModuleBinding
-from shared.adapter_format.draft import SERVED_DTYPES, Draft
+from shared.adapter_format.draft import Draft
 from shared.adapter_format.header import TensorInfo
 from shared.adapter_format.kinds import KINDS
 from shared.adapter_format.kinds.added_vocabulary import measure
 from shared.adapter_format.linears import bind_linears
 from shared.adapter_format.lora_config import LoraConfig
-from shared.adapter_format.names import read_names
+from shared.adapter_format.names import AdapterNames, read_names
 from shared.adapter_format.overrides import Overrides
 from shared.adapter_format.patterns import StepBudget
+from shared.adapter_format.reasons import tensor_invalid
 from shared.adapter_format.served import kinds_of
 from shared.adapter_format.targets import Targets
 from shared.adapter_format.unsupported import left_over
 from shared.base_model import ModelConfig
+from shared.errors import AdapterInvalid, LoraplexError, UnsupportedAdapter
 
-__all__ = ["SERVED_DTYPES", "BindingPlan", "ModuleBinding", "plan"]
+__all__ = ["BindingPlan", "ModuleBinding", "plan"]
 
 
 def plan(config: LoraConfig, tensors: Mapping[str, TensorInfo], model: ModelConfig) -> BindingPlan:
@@ -30,10 +32,37 @@ def plan(config: LoraConfig, tensors: Mapping[str, TensorInfo], model: ModelConf
             key contradicts the tensors (metadata `key`).
         UnsupportedAdapter: something valid for PEFT that is never served.
     """
-    budget = StepBudget()
     names = read_names(tensors, model)
     if names.unknown:
         raise left_over(names.unknown[0])
+    budget = StepBudget()
+    found: list[BindingPlan] = []
+    errors: list[LoraplexError] = []
+    for reading in names.readings():
+        try:
+            found.append(_bound(config, tensors, model, reading, budget))
+        except (AdapterInvalid, UnsupportedAdapter) as error:
+            errors.append(error)
+    if not found:
+        raise next((error for error in errors if isinstance(error, UnsupportedAdapter)), errors[0])
+    if any(other._replace(warnings=()) != found[0]._replace(warnings=()) for other in found[1:]):
+        raise _ambiguous(names)
+    return found[0]
+
+
+def _ambiguous(names: AdapterNames) -> AdapterInvalid:
+    shown = next(tensor for roles in names.found.values() for tensor in roles.values())
+    return tensor_invalid(
+        shown,
+        "may be a bare backbone's or an old file's, and the patterns of adapter_config.json mean something else on "
+        "each; load the adapter with PEFT on the base model and save it again",
+    )
+
+
+def _bound(
+    config: LoraConfig, tensors: Mapping[str, TensorInfo], model: ModelConfig, names: AdapterNames, budget: StepBudget
+) -> BindingPlan:
+    """The plan for one reading of the tensors' names."""
     draft = Draft(
         config=config,
         tensors=tensors,

@@ -73,6 +73,7 @@ class EmbedBinding(NamedTuple):
 class HeadBinding(NamedTuple):
     """What acts on lm_head, as on a linear: `a` [rank, hidden], `b` [vocabulary + extra, rank]; the vectors as B has
     rows. `rows` and `grown` as in `EmbedBinding`; a tied head that sees the embedding's rows names the same tensors.
+    `blocks` as in `ModuleBinding`.
     """
 
     a: str | None = None
@@ -84,6 +85,7 @@ class HeadBinding(NamedTuple):
     bias: str | None = None
     rows: RowsBinding | None = None
     grown: RowsBinding | None = None
+    blocks: tuple[int, int] = (1, 1)
 
 
 class NormBinding(NamedTuple):

@@ -14,6 +14,7 @@ from shared.adapter_format.values import MAX_RANK, is_nothing
 __all__ = ["ALL_LINEAR", "MAX_CONFIG_BYTES", "MAX_RANK", "BlockDiagonal", "LoraConfig", "parse_adapter_config"]
 
 MAX_CONFIG_BYTES = 1 << 20
+_VARIANTS = ("use_dora", "use_bdlora", "alora_invocation_tokens", "velora_config")
 
 
 def parse_adapter_config(raw: bytes | Mapping[str, Any]) -> LoraConfig:
@@ -35,6 +36,7 @@ def parse_adapter_config(raw: bytes | Mapping[str, Any]) -> LoraConfig:
     }
     config = LoraConfig(**values)
     _check_layers(config)
+    _check_variants(config)
     for kind in KINDS:
         kind.check(config)
     return config
@@ -45,13 +47,25 @@ def _check_served(raw: Mapping[str, Any]) -> None:
     if "peft_type" not in raw:
         raise key_invalid("peft_type", "is missing")
     if raw["peft_type"] != "LORA":
-        raise key_unsupported("peft_type", f"{raw['peft_type']!r:.60} is not served; only LORA is")
+        raise key_unsupported(
+            "peft_type",
+            f"{raw['peft_type']!r:.60} is not served, only LORA is; train a LoRA, or merge it into the base model and "
+            "register that as a base model",
+        )
     for key, value in raw.items():
         field = FIELDS.get(key)
         if field is None and not is_nothing(value):
             raise key_unsupported(key, "is not a known field, and may change what the adapter computes; remove it")
         if field and field.treatment == "refused" and not is_nothing(value) and value != field.default:
             raise key_unsupported(key, field.advice)
+
+
+def _check_variants(config: LoraConfig) -> None:
+    """PEFT has one forward pass for each of these, and none for two."""
+    chosen = [key for key in _VARIANTS if getattr(config, key)]
+    chosen += ["init_lora_weights"] * (config.init_lora_weights == "mica")
+    if len(chosen) > 1:
+        raise key_invalid(chosen[1], f"cannot be used with {chosen[0]}")
 
 
 def _check_layers(config: LoraConfig) -> None:

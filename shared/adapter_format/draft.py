@@ -4,16 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shared.adapter_format.bound import EmbedBinding, HeadBinding, ModuleBinding, NormBinding, VectorBinding
+from shared.adapter_format.floats import FLOATS
 from shared.adapter_format.header import TensorInfo
 from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.names import AdapterNames, Site
 from shared.adapter_format.overrides import Overrides
-from shared.adapter_format.reasons import tensor_invalid, tensor_unsupported
+from shared.adapter_format.reasons import tensor_invalid
 from shared.adapter_format.targets import Targets
 from shared.base_model import ModelConfig
-
-SERVED_DTYPES = ("F32", "F16", "BF16")
-_OTHER_FLOATS = ("F64", "F8_E4M3", "F8_E5M2")
 
 
 @dataclass
@@ -75,8 +73,5 @@ class Draft:
 
 
 def check_dtype(tensor: str, info: TensorInfo) -> None:
-    if info.dtype in _OTHER_FLOATS:
-        advice = f"{info.dtype} is not served; save it as float32, float16 or bfloat16"
-        raise tensor_unsupported(tensor, "dtype", advice)
-    if info.dtype not in SERVED_DTYPES:
-        raise tensor_invalid(tensor, f"has dtype {info.dtype}; it must be one of {', '.join(SERVED_DTYPES)}")
+    if info.dtype not in FLOATS:
+        raise tensor_invalid(tensor, f"has dtype {info.dtype}; it must be one of {', '.join(FLOATS)}")

@@ -59,7 +59,9 @@ _GENERAL: Mapping[str, Field] = {
     "alpha_pattern": used({}, lambda key, value: values.pattern(key, value, values.alpha)),
     "fan_in_fan_out": refused(False, "no served model stores its linears transposed; set it to false"),
     "layer_replication": refused(None, "the base model is not served with replicated layers; train without them"),
-    "monteclora_config": refused(None, "sampled adapters are not served; train a plain LoRA"),
+    "monteclora_config": refused(
+        None, "it samples while it trains only: PEFT's save_as_lora, at the adapter's own rank, leaves the plain LoRA"
+    ),
     "arrow_config": refused(None, "Arrow routing is not served; register the adapters it routes between"),
     "megatron_config": informational(None),
     "megatron_core": informational("megatron.core"),

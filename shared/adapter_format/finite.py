@@ -1,18 +1,22 @@
 """No NaN and no Inf in an adapter's data: one such number would spoil every answer, silently."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from shared.adapter_format.header import ITEM_SIZES, TensorInfo
 from shared.adapter_format.reasons import tensor_invalid
 
-# Unsigned and signed view of each dtype, and the exponent bits that are all ones in NaN and Inf only.
-_EXPONENTS = {
+# Unsigned and signed view of each dtype, and the bits of the least positive number that is not finite. Of float64,
+# which is served as float32, it is the least that rounds to infinity there; F8_E4M3 has only NaN.
+_EXPONENTS: Mapping[str, tuple[type[np.unsignedinteger[Any]], type[np.signedinteger[Any]], int]] = {
     "BF16": (np.uint16, np.int16, 0x7F80),
     "F16": (np.uint16, np.int16, 0x7C00),
     "F32": (np.uint32, np.int32, 0x7F800000),
-    "F64": (np.uint64, np.int64, 0x7FF0000000000000),
+    "F64": (np.uint64, np.int64, 0x47EFFFFFF0000000),
+    "F8_E4M3": (np.uint8, np.int8, 0x7F),
+    "F8_E5M2": (np.uint8, np.int8, 0x7C),
 }
 _PIECE_BYTES = 256 << 10  # stays in a core's cache
 
@@ -22,7 +26,7 @@ def check_finite(tensor: str, dtype: str, data: bytes | bytearray | memoryview) 
 
     Args:
         tensor: Its name, for the error.
-        dtype: BF16, F16, F32 or F64, little-endian.
+        dtype: One of `floats.FLOATS`, little-endian.
         data: Whole elements.
 
     Raises:
@@ -36,9 +40,9 @@ def check_finite(tensor: str, dtype: str, data: bytes | bytearray | memoryview) 
     negative = exponent | 1 << (8 * ITEM_SIZES[dtype] - 1)
     for start in range(0, len(bits), step):
         piece = bits[start : start + step]
-        # As a signed number, only a positive NaN or Inf is as large as the exponent; as an unsigned one, a negative.
+        # As a signed number, only a positive one that is not finite is as large; as an unsigned one, a negative.
         if piece.view(signed).max() >= exponent or piece.max() >= negative:
-            raise tensor_invalid(tensor, "holds NaN or Inf")
+            raise tensor_invalid(tensor, "holds NaN or Inf" + ", or a number beyond float32" * (dtype == "F64"))
 
 
 def is_all_zero(dtype: str, data: bytes | bytearray | memoryview) -> bool:

@@ -41,6 +41,7 @@ class LoraConfig:
     base_model_name_or_path: str | None
     peft_type: str = "LORA"
     init_lora_weights: bool | str = True
+    loftq_config: bool = False
     use_dora: bool = False
     lora_bias: bool = False
     bias: Literal["none", "lora_only", "all"] = "none"

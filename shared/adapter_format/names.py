@@ -2,7 +2,8 @@
 
 A PEFT tensor is `base_model.model.` + the module's name in the model PEFT wrapped + what it is (`lora_A.weight`). That
 name begins with `model.` for a causal language model, with nothing for a bare backbone, and has `language_model.`
-somewhere in front under vision wrappers. Old files have only `base_model.` in front, or nothing.
+somewhere in front under vision wrappers. Old files have only `base_model.` in front, or nothing. So
+`base_model.model.layers…` is either a bare backbone's or an old file's; only the config's patterns can tell which.
 """
 
 import re
@@ -15,6 +16,7 @@ from shared.base_model import MODULES, ModelConfig
 
 MAX_NAME_LENGTH = 512
 OUTSIDE = -1
+_PREFIX, _OLD_PREFIX = "base_model.model.", "base_model."
 
 _LAYER_PARTS = (
     r"self_attn\.(?:[qkvo]_proj|[qk]_norm)|mlp\.(?:gate|up|down)_proj|input_layernorm|post_attention_layernorm"
@@ -62,6 +64,14 @@ class AdapterNames(NamedTuple):
     def tensor(self, site: Site, role: str) -> str:
         return f"{self.prefix}{self.module(site)}.{role}"
 
+    def readings(self) -> "tuple[AdapterNames, ...]":
+        """What the same tensors may be: as they were read, and if that is a bare backbone's, an old file's too."""
+        found = [{site: dict(roles) for site, roles in self.found.items()} for _ in range(2)]
+        here = self._replace(found=found[0])
+        if self.prefix != _PREFIX or self.head.startswith("model.") or HEAD in self.found:
+            return (here,)
+        return here, self._replace(prefix=_OLD_PREFIX, head=f"model.{self.head}", found=found[1])
+
 
 def read_names(tensors: Iterable[str], model: ModelConfig) -> AdapterNames:
     """Assign every tensor to a module of `model`.
@@ -73,7 +83,7 @@ def read_names(tensors: Iterable[str], model: ModelConfig) -> AdapterNames:
     found: dict[Site, dict[str, str]] = {}
     unknown: list[str] = []
     style: tuple[str, str] | None = None
-    prefix, wrapper = "", ""
+    of_head: tuple[str, str] | None = None
     for tensor in tensors:
         match = _TENSOR.fullmatch(tensor) if len(tensor) <= MAX_NAME_LENGTH else None
         if match is None:
@@ -81,18 +91,37 @@ def read_names(tensors: Iterable[str], model: ModelConfig) -> AdapterNames:
             continue
         prefix = match["prefix"] or ""
         if match["wrapper"] is not None:
-            wrapper = match["wrapper"]
+            of_head = of_head or (prefix, match["wrapper"])
+            _check_style(tensor, of_head, (prefix, match["wrapper"]))
             site = HEAD
         else:
             style = style or (prefix, match["head"])
-            if style != (prefix, match["head"]):
-                raise tensor_invalid(tensor, f"is named differently from others, which begin with {''.join(style)}")
+            _check_style(tensor, style, (prefix, match["head"]))
             site = Site(OUTSIDE, match["outer"]) if match["outer"] else _in_layer(tensor, match, model)
         found.setdefault(site, {})[match["role"]] = tensor
     if not found and not unknown:
         raise file_invalid(WEIGHTS, "holds no tensor")
-    prefix, head = style or (prefix, "model.")
-    return AdapterNames(prefix, head, wrapper or _wrapper(head), found, tuple(unknown))
+    prefix, head = _joined(style, of_head, found)
+    return AdapterNames(prefix, head, of_head[1] if of_head else _wrapper(head), found, tuple(unknown))
+
+
+def _check_style(tensor: str, expected: tuple[str, str], style: tuple[str, str]) -> None:
+    if style != expected:
+        raise tensor_invalid(tensor, f"is named differently from others, which begin with {''.join(expected)}")
+
+
+def _joined(
+    style: tuple[str, str] | None, of_head: tuple[str, str] | None, found: dict[Site, dict[str, str]]
+) -> tuple[str, str]:
+    """Prefix and head of all names: the head's tensors tell an old file from a bare backbone, which has none."""
+    if style is None:
+        return of_head[0] if of_head else "", "model."
+    if of_head is None or of_head[0] == style[0]:
+        return style
+    if of_head[0] == _OLD_PREFIX and style[0] == _PREFIX:
+        return _OLD_PREFIX, f"model.{style[1]}"
+    tensor = next(iter(found[HEAD].values()))
+    raise tensor_invalid(tensor, f"is named differently from others, which begin with {''.join(style)}")
 
 
 def linear_site(layer: int, module: int) -> Site:

@@ -7,7 +7,8 @@ from shared.adapter_format.names import Site
 from shared.adapter_format.reasons import tensor_invalid, tensor_unsupported
 from shared.adapter_format.values import MAX_RANK
 
-DENSE = (1, 1)
+Blocks = tuple[int, int]
+DENSE: Blocks = (1, 1)
 
 
 def take_pair(
@@ -24,12 +25,12 @@ def take_pair(
 
 
 def rank_and_scale(
-    draft: Draft, site: Site, a: str, b: str, rows: int, columns: int, blocks: tuple[int, int] = DENSE
+    draft: Draft, site: Site, a: str, b: str, rows: int, columns: int, blocks: Blocks = DENSE, is_tied: bool = False
 ) -> tuple[int, float]:
     """Check A [rank, columns] and B [rows, rank], either with its second dimension divided by its number of blocks.
 
     The rank is A's first dimension. The scale is PEFT's: α/r, or α/√r with use_rslora, r and α by the first pattern
-    in file order that matches.
+    in file order that matches. With `is_tied` A and B are another module's, whose rank they have; r remains this one's.
 
     Raises:
         AdapterInvalid: shape or dtype does not fit, or the rank is not what the config says.
@@ -46,6 +47,8 @@ def rank_and_scale(
     _check_columns(a, infos[0].shape, columns, blocks[0], "r")
     if rank % blocks[0] or rank % blocks[1]:
         raise tensor_invalid(a, f"has rank {rank}, which use_bdlora's nblocks does not divide")
+    if rows % blocks[1]:
+        raise tensor_invalid(b, f"has {rows} rows, which use_bdlora's nblocks does not divide")
     if infos[1].shape != (rows, rank // blocks[1]):
         shape = [rows, rank // blocks[1]]
         raise tensor_invalid(b, f"has shape {list(infos[1].shape)}; the base model and lora_A take {shape}")
@@ -53,9 +56,9 @@ def rank_and_scale(
         raise tensor_unsupported(a, "r", f"rank {rank} is above the limit of {MAX_RANK}")
     name = draft.names.module(site)
     promised = draft.ranks.value(name)
-    if rank != promised:
+    if rank != promised and not is_tied:
         raise tensor_invalid(a, f"has rank {rank}; adapter_config.json says {promised:g} (r or rank_pattern)")
-    return rank, draft.alphas.value(name) / (math.sqrt(rank) if draft.config.use_rslora else rank)
+    return rank, draft.alphas.value(name) / (math.sqrt(promised) if draft.config.use_rslora else promised)
 
 
 def _check_columns(tensor: str, shape: tuple[int, ...], columns: int, blocks: int, rows: str) -> None:

@@ -43,6 +43,7 @@ def kinds_of(binding: BindingPlan) -> tuple[str, ...]:
     embed, head = binding.embed, binding.head
     rows = [side.rows for side in (embed, head) if side is not None and side.rows is not None]
     sources = {found.source for found in rows}
+    all_blocks = [module.blocks for module in binding.modules] + ([head.blocks] if head is not None else [])
     has_lora = any(side is not None and side.a is not None for side in (embed, head))
     is_there = {
         "lora": bool(binding.modules),
@@ -56,7 +57,7 @@ def kinds_of(binding: BindingPlan) -> tuple[str, ...]:
         "norms": bool(binding.norms),
         "trainable_tokens": "trainable_tokens" in sources,
         "added_vocabulary": binding.extra_vocab > 0,
-        "block_diagonal": any(module.blocks != (1, 1) for module in binding.modules),
+        "block_diagonal": any(blocks != (1, 1) for blocks in all_blocks),
         "activated": bool(binding.activation),
     }
     return tuple(kind for kind in KINDS if is_there[kind])

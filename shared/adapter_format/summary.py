@@ -16,7 +16,8 @@ class ModuleSummary(NamedTuple):
 
     layers: their layers as ranges, `0-3,5`; empty outside the layers.
     rank, scale: of LoRA; 0 without.
-    kinds: what acts on them: lora, dora, lora_bias, bias, modules_to_save, trainable_tokens, added_vocabulary.
+    kinds: what acts on them: lora, block_diagonal, dora, lora_bias, bias, modules_to_save, trainable_tokens,
+        added_vocabulary.
     num_tensors: tensors of the file that are bound there.
     device_bytes: at most, at 2 bytes a parameter. Of matrices only rows that differ from the base model's are kept.
     """
@@ -83,7 +84,7 @@ def _linears(binding: BindingPlan, model: ModelConfig) -> Iterator[_Part]:
             layer,
             pair.rank if pair else 0,
             pair.scale if pair else 0.0,
-            _kinds(pair is not None, kinds),
+            _kinds(pair.blocks if pair else None, kinds),
             2 * (pair is not None) + len(kinds),
             num_bytes,
         )
@@ -115,15 +116,18 @@ def _head(head: HeadBinding, extra: int, model: ModelConfig) -> _Part:
 def _side(name: str, side: EmbedBinding | HeadBinding, vectors: set[str], num_bytes: int) -> _Part:
     rows = [found for found in (side.rows, side.grown) if found is not None]
     sources = {"added": "added_vocabulary"}
-    kinds = _kinds(side.a is not None, vectors)
+    blocks = side.blocks if isinstance(side, HeadBinding) else (1, 1)
+    kinds = _kinds(blocks if side.a is not None else None, vectors)
     kinds += tuple(sources.get(found.source, found.source) for found in rows if found.source != "copy")
     num_tensors = 2 * (side.a is not None) + len(vectors) + len(rows)
     return _Part(name, None, side.rank, side.scale, kinds, num_tensors, num_bytes)
 
 
-def _kinds(has_lora: bool, vectors: set[str]) -> tuple[str, ...]:
+def _kinds(blocks: tuple[int, int] | None, vectors: set[str]) -> tuple[str, ...]:
+    """`blocks`: of A and B; None without LoRA."""
     names = {"magnitude": "dora"}
-    return ("lora",) * has_lora + tuple(names.get(kind, kind) for kind in sorted(vectors, reverse=True))
+    lora = ("lora",) * (blocks is not None) + ("block_diagonal",) * (blocks not in (None, (1, 1)))
+    return lora + tuple(names.get(kind, kind) for kind in sorted(vectors, reverse=True))
 
 
 def _affine_bytes(vectors: set[str], rows: int, has_bias: bool) -> int:

@@ -29,7 +29,8 @@ _KINDS = (
     _LeftOver(
         r"(^|\.)([qkvo]_proj|gate_proj|up_proj|down_proj)(\.base_layer)?\.weight$",
         "modules_to_save",
-        "fully trained linears are not served; train LoRA on them",
+        "fully trained linears are not served; train LoRA on them, or merge the adapter into the base model and "
+        "register that as a base model",
     ),
     _LeftOver(
         r"(^|\.)(score|classifier|qa_outputs|v_head)\..*$", "modules_to_save", "only causal language models are served"

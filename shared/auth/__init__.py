@@ -15,7 +15,17 @@ from shared.auth.caller import (
     Role,
     authorize,
     caller_of,
+    changed_nothing,
     no_adapter,
 )
 
-__all__ = ["ANONYMOUS", "DEFAULT_NAMESPACE", "Caller", "Role", "authorize", "caller_of", "no_adapter"]
+__all__ = [
+    "ANONYMOUS",
+    "DEFAULT_NAMESPACE",
+    "Caller",
+    "Role",
+    "authorize",
+    "caller_of",
+    "changed_nothing",
+    "no_adapter",
+]

@@ -82,6 +82,11 @@ def caller_of(context: Any) -> Caller:
     return caller
 
 
+def changed_nothing(context: Any) -> None:
+    """Of a call that might have changed something: all was so before, and it is not written to the audit log."""
+    context.is_change = False
+
+
 def authorize(caller: Caller, namespace: str, role: Role | Iterable[Role], adapter: str = "") -> None:
     """Returns if `caller` has `role`, or one of them, in `namespace`, where it asks for `adapter` if for any.
 

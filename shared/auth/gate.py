@@ -1,4 +1,4 @@
-"""The gate before every handler: authenticate, authorize by `RULES`, run the handler, write the audit log."""
+"""The gate before every handler: authenticate, count, authorize by `RULES`, run the handler, write the audit log."""
 
 import asyncio
 import re
@@ -14,6 +14,7 @@ from shared.auth import audit
 from shared.auth.authenticator import Authenticator
 from shared.auth.caller import Caller
 from shared.auth.rules import RULES, Rule
+from shared.auth.tenant_calls import TenantCalls
 from shared.errors import LoraplexError, PermissionDenied
 
 RECHECK_SECONDS = 5.0
@@ -23,10 +24,11 @@ _ID = re.compile(r"[\w.:@/+=-]{1,128}")
 
 
 class AuthorizedCall:
-    """The context of a call that passed the gate: gRPC's own, and who calls."""
+    """The context of a call that passed the gate: gRPC's own, and who calls. `is_change`: see `changed_nothing`."""
 
     def __init__(self, context: Any, caller: Caller) -> None:
         self.caller = caller
+        self.is_change = True
         self._context = context
 
     def __getattr__(self, name: str) -> Any:
@@ -34,10 +36,14 @@ class AuthorizedCall:
 
 
 class AccessGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Handlers of ours run only for callers that `RULES` lets in. Health and reflection are open to everybody."""
+    """Handlers of ours run only for callers that `RULES` lets in. Health and reflection are open to everybody.
 
-    def __init__(self, authenticator: Authenticator) -> None:
+    `calls`: how many of them a tenant may make; by default any number.
+    """
+
+    def __init__(self, authenticator: Authenticator, calls: TenantCalls | None = None) -> None:
         self._authenticator = authenticator
+        self._calls = calls or TenantCalls()
 
     async def intercept_service(
         self,
@@ -59,6 +65,7 @@ class AccessGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _unary(self, behaviour: Any, rule: Rule | None, rpc: str) -> Any:
         async def handle(request: Any, context: Any) -> Any:
             caller = self._authenticate(context)
+            self._calls.begin(caller, context)
             if rule is None or not rule.is_change:
                 _admit(caller, rule, request, rpc)
                 return await behaviour(request, AuthorizedCall(context, caller))
@@ -69,6 +76,7 @@ class AccessGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _stream(self, behaviour: Any, rule: Rule | None, rpc: str) -> Any:
         async def handle(request: Any, context: Any) -> AsyncIterator[Any]:
             caller = self._authenticate(context)
+            self._calls.begin(caller, context)
             _admit(caller, rule, request, rpc)
             checked_at = time.monotonic()
             async with aclosing(behaviour(request, AuthorizedCall(context, caller))) as responses:
@@ -111,7 +119,7 @@ async def _audited(behaviour: Any, request: Any, call: AuthorizedCall, rule: Rul
         outcome = "CANCELLED"
         raise
     finally:
-        if not _is_trial(request, response):
+        if call.is_change and not getattr(request, "validate_only", False):
             try:
                 resource = rule.scope.resource(call.caller, request)
             except LoraplexError:
@@ -124,22 +132,20 @@ async def _audited(behaviour: Any, request: Any, call: AuthorizedCall, rule: Rul
                 request_id=_request_id(request, call),
                 revision=getattr(response, "registry_revision", 0),
                 version=_version(response),
+                change=audit.change_of(request),
             )
-
-
-def _is_trial(request: Any, response: Any) -> bool:
-    """Whether nothing was to be changed, or it was so before: replicas tell their base model again and again."""
-    is_known = hasattr(response, "base_model") and not response.created
-    return is_known or getattr(request, "validate_only", False)
 
 
 def _request_id(request: Any, call: AuthorizedCall) -> str:
     """Which request it was for its caller, who may name it in a field or header; else one of ours."""
-    named = dict(call.invocation_metadata() or ()).get(REQUEST_ID, "")
-    for text in (getattr(request, "request_id", ""), named):
-        if isinstance(text, str) and _ID.fullmatch(text):
-            return text
-    return str(uuid.uuid4())
+    named = getattr(request, "request_id", "")
+    return named if _ID.fullmatch(named) else named_request_id(call) or str(uuid.uuid4())
+
+
+def named_request_id(context: Any) -> str:
+    """The id in the header `x-request-id`; empty if there is none that can be used."""
+    named = dict(context.invocation_metadata() or ()).get(REQUEST_ID, "")
+    return named if isinstance(named, str) and _ID.fullmatch(named) else ""
 
 
 def _version(response: Any) -> str:

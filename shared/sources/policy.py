@@ -16,6 +16,7 @@ class Patience(NamedTuple):
 
     `connect`, `read`: without an answer, without a byte. `attempts` that bring nothing, with `first_delay` after the
     first and twice as long after each further one, up to `longest_delay`; a server that asks for more is given up.
+    `stall`: without a byte, over all attempts, of which no further one is made then.
     `least_rate`: bytes a second, over `pace` seconds, below which a source is given up.
     """
 
@@ -24,6 +25,7 @@ class Patience(NamedTuple):
     attempts: int = 5
     first_delay: float = 0.2
     longest_delay: float = 5.0
+    stall: float = 20.0
     least_rate: float = 4096.0
     pace: float = 30.0
 

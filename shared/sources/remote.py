@@ -44,11 +44,11 @@ class Backoff:
     def __init__(self, access: Access) -> None:
         self._stopping = access.stopping
         self._patience = access.patience
-        self._failures = 0
+        self.reset()
 
     def reset(self) -> None:
         """The last attempt got on."""
-        self._failures = 0
+        self._failures, self._got_on_at = 0, time.monotonic()
 
     def wait_after(self, error: SourceUnavailable) -> None:
         """Waits for the next attempt.
@@ -59,7 +59,9 @@ class Backoff:
         """
         self._failures += 1
         asked_for, longest = error.retry_after or 0.0, self._patience.longest_delay
-        if self._failures >= self._patience.attempts or asked_for > longest or isinstance(error, SourceChanged):
+        is_stalled = time.monotonic() - self._got_on_at >= self._patience.stall
+        is_last = is_stalled or self._failures >= self._patience.attempts
+        if is_last or asked_for > longest or isinstance(error, SourceChanged):
             error.retry_after = error.retry_after or _RETRY_SECONDS
             raise error
         delay = min(longest, self._patience.first_delay * 2 ** (self._failures - 1)) * random.uniform(0.5, 1.0)

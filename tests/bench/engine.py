@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from inference_service.adapters.packer import plan_layout
+from inference_service.adapters.layout import plan_layout
 from inference_service.engine.blocks import BlockAllocator
 from inference_service.engine.config import EngineConfig
 from inference_service.engine.cuda_runner import CudaRunner
 from inference_service.engine.engine import Engine
 from inference_service.engine.scheduler import Scheduler
-from inference_service.lora.adapter import AdapterPool, AdapterState
+from inference_service.lora.adapter import AdapterState
+from inference_service.lora.pool import AdapterPool
 from inference_service.lora.slots import SlotTable
 from inference_service.types import Acquired, GenerateSpec, Sampling, Stop
 from shared.adapter_format.binding import BindingPlan, ModuleBinding

@@ -41,6 +41,7 @@ from tests.bench.registry_figures import (
     resolve,
     snapshot,
     source_name,
+    weighted_choice,
 )
 from tests.bench.registry_plans import plans
 from tests.bench.registry_rows import copy_adapter, copy_name
@@ -49,6 +50,7 @@ from tests.registry_service.embedded_postgres import EmbeddedPostgres, embedded_
 
 TEMPLATES = {"llama": 0.9, "mistral": 0.1}  # base models, and their shares of the adapters
 HOT_ADAPTERS = 5_000  # asked for again and again
+SNAPSHOT = "mistral"  # whose adapters a watch begins with
 
 
 async def measure(
@@ -73,7 +75,7 @@ async def measure(
         yield await fan_out(registry, registry.address, scale)
         if other:
             yield await fan_out(registry, other, scale)
-        yield await snapshot(registry, load, scale, rounds[0])
+        yield await snapshot(registry, load, scale, SNAPSHOT, rounds[0])
         yield await register(registry, scale)
         yield await lists(registry, scale)
     finally:
@@ -182,22 +184,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--databases", default="postgres,sqlite")
     parser.add_argument("--adapters", type=int, default=100_000)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each round of resolutions")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each round of resolutions")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--registrations", type=int, default=200, help="and lists, of each kind")
+    parser.add_argument("--registrations", type=int, default=60, help="and lists, of each kind")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     scale = Scale(arguments.adapters, arguments.seconds, arguments.rounds, arguments.registrations)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is ended
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    began = time.monotonic()
     print(f"load before: {os.getloadavg()[0]:.1f}; {scale}")
+    choices = weighted_choice()
     results: dict[str, Any] = {"scale": scale._asdict(), "load": os.getloadavg()}
+    results["replica"] = [figure._asdict() for figure in choices]
+    print(f"\n{'on a replica':48}{'measured':>12}{'target':>10}")
+    show(choices)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         with databases(arguments.databases.split(","), folder) as found:
             for database, (url, server) in found.items():
                 figures = uvloop.run(bench(database, url, folder, scale, server))
                 results[database] = [figure._asdict() for figure in figures]
+    print(f"\n{time.monotonic() - began:.0f} s; load after: {os.getloadavg()[0]:.1f}")
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(results, indent=1))

@@ -13,6 +13,7 @@ import grpc
 from examples.stack import REGISTRY_SERVICE, ServerProcess
 from loraplex.registry.v1 import registry_pb2 as pb
 from loraplex.registry.v1 import registry_pb2_grpc, resources_pb2
+from shared.weighted_choice import choose
 from tests.bench.open_loop import Latencies, LoadProcess, quantile
 from tests.bench.process_stats import cpu_seconds, peak_bytes, reset_peak, resident_bytes
 from tests.bench.registry_rows import copy_name
@@ -20,6 +21,7 @@ from tests.bench.registry_rows import copy_name
 VERSIONS = 5  # of each adapter
 RESOLVE = f"/{REGISTRY_SERVICE}/ResolveAdapter"
 WATCHES, CHANGES, WRITERS = 50, 10, 32
+KEYS = 100_000
 LISTS = {
     "by name": {},
     "base model, label of 1 %, state": {
@@ -140,17 +142,20 @@ def _moved(adapter: str) -> pb.SetAdapterAliasRequest:
     return pb.SetAdapterAliasRequest(name=f"{adapter}@canary", targets=[target])
 
 
-async def snapshot(registry: Registry, load: LoadProcess, scale: Scale, hits: Sequence[str]) -> list[Figure]:
-    """One watch reads all adapters: time, and the server's processor time and memory; then again beside hits."""
+async def snapshot(
+    registry: Registry, load: LoadProcess, scale: Scale, base_model: str, hits: Sequence[str]
+) -> list[Figure]:
+    """One watch reads all adapters of a base model: time, and the server's processor time and memory; then again beside
+    hits."""
     reset_peak(registry.pid)
     resident, cpu = resident_bytes(registry.pid), registry.cpu_seconds()
     began = time.monotonic()
-    count, num_bytes = await _read_snapshot(registry)
+    count, num_bytes = await _read_snapshot(registry, base_model)
     seconds, grown = time.monotonic() - began, peak_bytes(registry.pid) - resident
     server, database = (now - then for now, then in zip(registry.cpu_seconds(), cpu, strict=True))
-    more = f"{server:.1f} s CPU of the server, {database:.1f} of the database; {num_bytes / 1e6:.0f} MB"
+    more = f"{1e3 * server / count:.2f} ms CPU each {_of_database(1e3 * database / count)}; {num_bytes / 1e6:.0f} MB"
 
-    reading = asyncio.ensure_future(_read_snapshot(registry))
+    reading = asyncio.ensure_future(_read_snapshot(registry, base_model))
     rate = 200.0
     count_beside = int(rate * min(scale.seconds, 0.7 * seconds)) + 1
     beside = await load.run(registry.address, RESOLVE, _serialized(hits[:count_beside]), rate)
@@ -162,12 +167,12 @@ async def snapshot(registry: Registry, load: LoadProcess, scale: Scale, hits: Se
     ]
 
 
-async def _read_snapshot(registry: Registry) -> tuple[int, int]:
+async def _read_snapshot(registry: Registry, base_model: str) -> tuple[int, int]:
     """Adapters and bytes."""
     count = num_bytes = 0
     async with grpc.aio.insecure_channel(registry.address) as channel:
         stub = registry_pb2_grpc.AdapterRegistryServiceStub(channel)
-        async for response in stub.WatchAdapters(pb.WatchAdaptersRequest(parent="namespaces/-")):
+        async for response in stub.WatchAdapters(pb.WatchAdaptersRequest(parent="namespaces/-", base_model=base_model)):
             count, num_bytes = count + len(response.changes), num_bytes + response.ByteSize()
             if response.snapshot_complete:
                 break
@@ -200,6 +205,22 @@ async def register(registry: Registry, scale: Scale) -> list[Figure]:
         more += f"{server:.1f} ms CPU each {_of_database(database)}"
         figures.append(Figure(f"RegisterAdapter, {name}: median", statistics.median(taken), "ms", 0, more))
     return figures
+
+
+def weighted_choice() -> list[Figure]:
+    """How a replica divides fixed keys among versions of weights 70, 20, 10, and which move when the 10 become 30."""
+    keys = [f"session-{number}" for number in range(KEYS)]
+    before = [choose("uid", "prod", key, [(1, 70), (2, 20), (3, 10)]) for key in keys]
+    after = [choose("uid", "prod", key, [(1, 70), (2, 20), (3, 30)]) for key in keys]
+    shares = {1: 0.7, 2: 0.2, 3: 0.1}
+    error = max(abs(before.count(version) / KEYS - share) for version, share in shares.items())
+    moved = sum(old != new for old, new in zip(before, after, strict=True)) / KEYS
+    elsewhere = sum(new not in (old, 3) for old, new in zip(before, after, strict=True))
+    must = f"must move: {100 * (30 / 120 - 10 / 100):.1f} points; {elsewhere} keys moved elsewhere"
+    return [
+        Figure(f"shares of {KEYS} keys: largest error", 100 * error, "pt", 1.0),
+        Figure("keys that move when 10 of 100 become 30 of 120", 100 * moved, "pt", 0, must),
+    ]
 
 
 async def closed_loop(rpc: Any, requests: Sequence[Any], at_a_time: int, pause: float = 0.0) -> list[float]:

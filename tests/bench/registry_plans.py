@@ -38,10 +38,13 @@ async def plans(config: RegistryConfig, adapter: str, lists: Mapping[str, Mappin
                 def note(_c: Any, _k: Any, statement: str, values: Any, *_: Any, asked: Any = asked) -> None:
                     asked.append((statement, values))
 
-                engine = running.database.engine.sync_engine
-                event.listen(engine, "before_cursor_execute", note)
+                database = running.database
+                engines = [database.engine.sync_engine, getattr(database.lookups, "sync_engine", database.lookups)]
+                for engine in engines:
+                    event.listen(engine, "before_cursor_execute", note)
                 await rpc(request)
-                event.remove(engine, "before_cursor_execute", note)
+                for engine in engines:
+                    event.remove(engine, "before_cursor_execute", note)
                 lines.append(f"{name}:")
                 lines += [f"  {line}" for line in await _explained(running.database, asked)]
     finally:

@@ -12,8 +12,9 @@ from inference_service.engine.blocks import BlockAllocator
 from inference_service.engine.config import EngineLimits
 from inference_service.engine.scheduler import Scheduler
 from inference_service.engine.sequence import Request
-from inference_service.lora.adapter import AdapterPool
-from inference_service.lora.slots import Move, SlotTable
+from inference_service.lora.pool import AdapterPool
+from inference_service.lora.residents import Move
+from inference_service.lora.slots import SlotTable
 from inference_service.types import Acquired, BlobLayout, ChunkLayout, GenerateSpec, Sampling, Stop
 
 RUNNING, WAITING, STEPS = 256, 1000, 200

@@ -14,16 +14,18 @@ import sys
 import sysconfig
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from deploy.k8s.builds import K8S, Build
 from deploy.k8s.dockerfile import Dockerfile
-from deploy.k8s.services import PROGRAMS
 from examples.stack import free_address
 from tests.inference_service.serving_fakes import raw_config
 
@@ -81,6 +83,8 @@ def image(request: pytest.FixtureRequest) -> Iterator[Image]:
         (install,) = [rest for rest in dockerfile.all("RUN", stage=0) if "pip" in rest]
         offline = {"PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "false", "PIP_NO_INDEX": "1", "PYTHONPATH": PACKAGES}
         install = built.here(install).replace("python -m venv", f"{sys.executable} -m venv --without-pip")
+        # What the lock names is in this environment, or is only for a GPU; tests/deploy/test_locks.py looks at it.
+        install = re.sub(r"\S*pip install [^&]*--require-hashes[^&]*&& ", "", install)
         install = install.replace(f"{tree}/opt/loraplex/bin/pip", f"{tree}/opt/loraplex/bin/python -m pip")
         shell = [*built.user, "sh", "-ec", install]
         done = subprocess.run(shell, cwd=source, env={**os.environ, **offline}, capture_output=True, text=True)
@@ -152,35 +156,59 @@ def test_the_command_of_the_image_is_understood(image: Image) -> None:
     assert "unrecognized" not in failed.stderr
 
 
-def test_it_starts_serves_and_drains(image: Image) -> None:
-    state = image.writable / "state"
-    if "registry_service" in image.dockerfile.command("ENTRYPOINT"):
-        program, database = PROGRAMS["registry"], f"--database=sqlite:///{state}/registry.db"
-        migrated = image.run("migrate", database)
-        assert migrated.returncode == 0, migrated.stderr
-        arguments = ["serve", database]
-    else:
-        program = PROGRAMS["inference"]
-        (state / "tiny").mkdir()
-        (state / "tiny" / "config.json").write_text(json.dumps(raw_config()))
-        flags = ["--load-format=dummy", "--device=cpu", "--adapter-memory=1MiB", "--kv-cache-memory=1MiB"]
-        arguments = [f"--model={state}/tiny", "--metrics-listen=127.0.0.1:0", f"--registry={free_address()}", *flags]
-    address, log = free_address(), image.writable / "log"
+def test_it_starts_serves_and_drains_as_the_manifests_say(image: Image) -> None:
+    """With the pod's arguments and configuration file; the pod's probes and the monitor's scrape are answered."""
+    name = image.dockerfile.command("ENTRYPOINT")[-1].removesuffix("_service")
+    pod, config, path = _manifests(name)
+    (image.writable / "state" / "config").mkdir()
+    toml = image.writable / "state" / "config" / f"{name}.toml"
+    addresses = {port: free_address() for port in re.findall(r'"0\.0\.0\.0:(\d+)"', config)}
+    for port, address in addresses.items():
+        config = config.replace(f"0.0.0.0:{port}", address)
+    toml.write_text(image.here(config))
+    here = {f"--config=/etc/loraplex/{name}.toml": f"--config={toml}"}
+    for init in pod.get("initContainers", []):
+        prepared = image.run(*[here.get(word, word) for word in init["args"]])
+        assert prepared.returncode == 0, prepared.stderr
+    (container,) = pod["containers"]
+    ports = {port["name"]: addresses[str(port["containerPort"])] for port in container["ports"]}
+    log = image.writable / "log"
     with log.open("wb") as said:
-        process = subprocess.Popen(
-            image.command(*arguments, f"--listen={address}"),
-            env=image.environment(),
-            cwd=state,
-            stdout=said,
-            stderr=said,
-        )
+        arguments = [here.get(word, word) for word in container["args"]] + _replica_flags(image, name)
+        environment, state = image.environment(), image.writable / "state"
+        process = subprocess.Popen(image.command(*arguments), env=environment, cwd=state, stdout=said, stderr=said)
         try:
-            assert _serves(address, program.service), log.read_text()
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                grpc_probe = container[probe]["grpc"]
+                assert _serves(addresses[str(grpc_probe["port"])], grpc_probe.get("service", "")), log.read_text()
+            with urllib.request.urlopen(f"http://{ports['metrics']}{path}", timeout=10) as answer:
+                assert b"loraplex_" in answer.read()
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0, log.read_text()
+            assert process.wait(60) == 0, log.read_text()
         finally:
             process.kill()
             process.wait()
+
+
+def _manifests(name: str) -> tuple[dict[str, Any], str, str]:
+    """The pod of a service, its configuration file, and the path that is scraped."""
+    manifests = Build(K8S / "base", ("monitoring",)).manifests()
+    found = {(item["kind"], item["metadata"]["name"]): item for item in manifests}
+    pod = found["Deployment", f"loraplex-{name}"]["spec"]["template"]["spec"]
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "config"]
+    config = found["ConfigMap", volume["configMap"]["name"]]["data"][f"{name}.toml"]
+    return pod, config, found["ServiceMonitor", f"loraplex-{name}"]["spec"]["endpoints"][0]["path"]
+
+
+def _replica_flags(image: Image, name: str) -> list[str]:
+    """What stands for the volume of models and the registry that a replica would have."""
+    if name == "registry":
+        return []
+    model = image.writable / "state" / "tiny"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(raw_config()))
+    small = ["--load-format=dummy", "--device=cpu", "--adapter-memory=1MiB", "--kv-cache-memory=1MiB"]
+    return [f"--model={model}", f"--registry={free_address()}", *small]
 
 
 def _serves(address: str, service: str, seconds: float = 60.0) -> bool:
@@ -207,7 +235,8 @@ def test_images_are_small_and_unprivileged(name: str) -> None:
     assert dockerfile.all("USER") == ["65532:65532"]
     assert dockerfile.stages[-1][-1][0] == "CMD"
     (install,) = [rest for rest in dockerfile.all("RUN", stage=0) if "pip" in rest]
-    assert ("[inference]" in install) == (name == "inference"), "the registry's image has no torch"
+    extras = {"registry": "[tracing]", "inference": "[inference,tracing]"}
+    assert f"'.{extras[name]}'" in install, "the registry's image has no torch"
     assert "-c constraints.txt" in install
 
 

@@ -13,7 +13,6 @@ from deploy.k8s.builds import K8S
 from tests.deploy.scraped import ANY, Series, scraped
 
 COMPONENTS = K8S / "components"
-JOB = "loraplex-inference"
 # What Grafana and the metrics adapter put in, as something that can be parsed.
 VARIABLES = {"$__rate_interval": "5m", "$namespace": "any"}
 
@@ -89,12 +88,12 @@ def _selected(selector, errors: list[str]) -> Series:
     found = series().get(selector.name)
     if found is None:
         errors.append(f"no metric {selector.name}")
-        return Series([{}])
+        return Series([{}], set())
     for matcher in selector.matchers.matchers:
         if not found.has(matcher.name):
             errors.append(f"{selector.name} has no label {matcher.name}")
-        elif matcher.name == "job" and matcher.value != JOB:
-            errors.append(f"no job {matcher.value}")
+        elif matcher.name == "job" and matcher.value not in found.jobs:
+            errors.append(f"no job {matcher.value} has {selector.name}")
         elif values := found.values(matcher.name) - {ANY}:
             # An alternative that no series has is as wrong as a value.
             wanted = matcher.value.split("|") if str(matcher.op).endswith("Re") else [matcher.value]
@@ -122,12 +121,28 @@ def test_what_it_asks_for_is_there(where: str, expression: str) -> None:
         ("sum by (model) (vllm:num_requests_waiting)", "no label model"),
         ("a_b / on (pool) vllm:num_requests_waiting", "no label pool"),
         ('up{job="inference"}', "no job"),
+        ('vllm:num_requests_waiting{job="loraplex-registry"}', "no job"),
+        ('loraplex_registry_requests_total{rpc="ResolveAdapters"}', "no rpc=ResolveAdapters"),
         ('vllm:request_success_total{finished_reason="eror"}', "no finished_reason"),
         ("sum(rate(vllm:num_requests_waiting[5m])", "paren"),
     ],
 )
 def test_what_is_not_there_is_found(expression: str, words: str) -> None:
     assert any(words in error for error in expression_errors(expression)), expression_errors(expression)
+
+
+def test_the_documented_metrics_are_those_that_there_are() -> None:
+    """Tables of docs/observe.md: names without their service's prefix, in the first column."""
+    shown = {re.sub(r"_(bucket|count|sum)$", "", name) for name in series() if name.startswith("loraplex_")}
+    text = (K8S.parents[1] / "docs" / "observe.md").read_text()
+    replica, registry = text.partition("## Traces")[0].split("**A registry**")
+    documented = {
+        f"{prefix}{name}"
+        for part, prefix in ((replica, "loraplex_"), (registry, "loraplex_registry_"))
+        for row in re.findall(r"^\| (`.*?) \|", part, re.MULTILINE)
+        for name in re.findall(r"`([a-z_]+)`", row)
+    }
+    assert documented == shown
 
 
 def test_quantiles_are_of_buckets_and_keep_their_bounds() -> None:

@@ -6,13 +6,14 @@ from functools import cache
 from typing import Any
 
 import pytest
+import yaml
 
 from deploy.k8s.builds import EXCLUSIVE, K8S, Build, BuildError, builds, components
 from deploy.k8s.policy import policy_errors
 from deploy.k8s.schemas import schema_errors
 from deploy.k8s.services import service_errors
 from deploy.k8s.storage import storage_errors
-from deploy.k8s.validate import CHECKS, lint_errors
+from deploy.k8s.validate import CHECKS, lint_errors, renaming_errors
 from deploy.k8s.wiring import wiring_errors
 
 Spoil = Callable[[dict[tuple[str, str], dict[str, Any]]], None]
@@ -45,6 +46,10 @@ def container(items, workload=INFERENCE):
     return pod(items, workload)["containers"][0]
 
 
+def variable(items, name, workload=INFERENCE):
+    return next(item for item in container(items, workload)["env"] if item["name"] == name)
+
+
 def spec(items, kind, name="loraplex-inference"):
     return items[kind, name]["spec"]
 
@@ -72,7 +77,9 @@ def test_every_component_is_in_a_build_with_every_overlay() -> None:
     assert seen["gpu"] == set(components()) - {"postgres"}  # which it has by itself
 
 
-@pytest.mark.parametrize("chosen", [(), ("hpa", "inference-pool", "monitoring"), ("keda", "monitoring", "tls")])
+@pytest.mark.parametrize(
+    "chosen", [(), ("hpa", "inference-pool", "monitoring", "tracing"), ("keda", "monitoring", "tls")]
+)
 def test_the_builds_are_valid(chosen: tuple[str, ...]) -> None:
     assert [error for check in CHECKS for error in check(built(*chosen))] == []
 
@@ -86,6 +93,15 @@ def test_autoscalers_cannot_be_built_together() -> None:
 def test_a_pool_of_replicas_with_tls_is_refused() -> None:
     errors = list(wiring_errors(built("inference-pool", "tls")))
     assert any("speak HTTP/2 in the clear" in error for error in errors)
+
+
+@pytest.mark.parametrize(
+    "kustomization", [{"namePrefix": "x-"}, {"commonLabels": {}}, {"labels": [{"pairs": {}, "includeSelectors": True}]}]
+)
+def test_names_and_selectors_stay(kustomization: dict[str, Any]) -> None:
+    assert len(list(renaming_errors(kustomization))) == 1
+    ours = [yaml.safe_load(path.read_text()) for path in K8S.rglob("kustomization.yaml")]
+    assert [error for each in ours for error in renaming_errors(each)] == []
 
 
 def test_the_dockerfiles_are_clean() -> None:
@@ -179,8 +195,8 @@ STORAGE: dict[str, tuple[str, Spoil]] = {
         "cache_dir: /models/cache cannot be written",
         lambda i: config(i, "inference", "/var/lib/loraplex/cache", "/models/cache"),
     ),
-    "home": ("HOME: /root cannot be written", lambda i: container(i)["env"][0].update(value="/root")),
-    "kernels": ("TRITON_CACHE_DIR is", lambda i: container(i)["env"][2].update(value="/tmp/triton")),
+    "home": ("HOME: /root cannot be written", lambda i: variable(i, "HOME").update(value="/root")),
+    "kernels": ("TRITON_CACHE_DIR is", lambda i: variable(i, "TRITON_CACHE_DIR").update(value="/tmp/triton")),
     "model": ("is on no volume", lambda i: config(i, "inference", '"/models/base"', '"/srv/base"')),
     "disk": ("of 150Gi", lambda i: config(i, "inference", "100GiB", "140GiB")),
     "memory": ("over the memory limit", lambda i: config(i, "inference", "16GiB", "60GiB")),
@@ -191,6 +207,14 @@ STORAGE: dict[str, tuple[str, Spoil]] = {
 }
 
 WIRING: dict[str, tuple[str, Spoil]] = {
+    "traces": (
+        "lets out to port 4317",
+        lambda i: spec(i, "NetworkPolicy", "loraplex-traces")["egress"][0]["ports"][0].update(port=4318),
+    ),
+    "registry-scrape": (
+        "port metrics is scraped through []",
+        lambda i: spec(i, "Service", "loraplex-registry-replicas")["ports"].pop(),
+    ),
     "selector": ("selects []", lambda i: spec(i, "Service").update(selector={"a": "b"})),
     "target": ("leads to", lambda i: spec(i, "Service", "loraplex-registry")["ports"][0].update(targetPort="grcp")),
     "protocol": (
@@ -199,11 +223,13 @@ WIRING: dict[str, tuple[str, Spoil]] = {
     ),
     "policy": (
         "selects no pods",
-        lambda i: spec(i, "NetworkPolicy", "loraplex-metrics").update(podSelector={"matchLabels": {"a": "b"}}),
+        lambda i: spec(i, "NetworkPolicy", "loraplex-inference-metrics").update(
+            podSelector={"matchLabels": {"a": "b"}}
+        ),
     ),
     "policy-port": (
         "not one of",
-        lambda i: spec(i, "NetworkPolicy", "loraplex-metrics")["ingress"][0]["ports"][0].update(port=9),
+        lambda i: spec(i, "NetworkPolicy", "loraplex-inference-metrics")["ingress"][0]["ports"][0].update(port=9),
     ),
     "egress-port": ("not one of", lambda i: spec(i, "NetworkPolicy")["egress"][0]["ports"][0].update(port=9)),
     "anybody": ("anybody", lambda i: spec(i, "NetworkPolicy", "loraplex-registry")["ingress"][0].pop("from")),
@@ -239,7 +265,7 @@ TLS: dict[str, tuple[str, Spoil]] = {
     "issuer": ("no Issuer", lambda i: spec(i, "Certificate")["issuerRef"].update(name="x")),
     "file": (
         "tls_cert: /etc/tls.crt is on no volume",
-        lambda i: container(i, REGISTRY)["env"][1].update(value="/etc/tls.crt"),
+        lambda i: variable(i, "LORAPLEX_REGISTRY_TLS_CERT", REGISTRY).update(value="/etc/tls.crt"),
     ),
 }
 
@@ -260,7 +286,7 @@ def _cases(table):
     return [pytest.param(words, spoil, id=name) for name, (words, spoil) in table.items()]
 
 
-ALL = ("hpa", "inference-pool", "monitoring")
+ALL = ("hpa", "inference-pool", "monitoring", "tracing")
 
 
 def _assert_refused(check, chosen, words, spoil) -> None:

@@ -1,6 +1,7 @@
 """PEFT + transformers in float32: what every answer must be."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,26 +30,27 @@ class Comparison:
 
 
 class Oracle:
-    """The base model with every adapter loaded; one forward pass scores a whole answer."""
+    """The base model and adapters, each loaded when it is first asked for; one forward pass scores a whole answer."""
 
     def __init__(self, base: Path, adapters: Mapping[str, Path]) -> None:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        for name, folder in adapters.items():
-            if isinstance(model, PeftModel):
-                model.load_adapter(folder, adapter_name=name)
-            else:
-                model = PeftModel.from_pretrained(model, folder, adapter_name=name)
-        self._model = model.eval()
+        self._folders = adapters
+        self._model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
 
-    @torch.inference_mode()
     def logits(self, ids: Sequence[int], adapter: str) -> torch.Tensor:
         """Logits `[len(ids), vocab]` in float32 with `adapter`, or the base model's if it is empty."""
-        inputs = torch.tensor([list(ids)])
-        if not adapter:
-            with self._model.disable_adapter():
-                return self._model(inputs).logits[0]
-        self._model.set_adapter(adapter)
-        return self._model(inputs).logits[0]
+        if adapter:
+            self._load(adapter)
+            self._model.set_adapter(adapter)
+        must_disable = not adapter and isinstance(self._model, PeftModel)
+        with torch.inference_mode(), self._model.disable_adapter() if must_disable else nullcontext():
+            return self._model(torch.tensor([list(ids)])).logits[0]
+
+    def _load(self, adapter: str) -> None:
+        if not isinstance(self._model, PeftModel):
+            self._model = PeftModel.from_pretrained(self._model, self._folders[adapter], adapter_name=adapter).eval()
+        elif adapter not in self._model.peft_config:
+            self._model.load_adapter(self._folders[adapter], adapter_name=adapter)
+            self._model.eval()
 
     def compare(
         self, prompt: Sequence[int], answer: Sequence[int], logprobs: Sequence[float], adapter: str

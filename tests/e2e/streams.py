@@ -18,10 +18,15 @@ class Collected:
     finished: inference_pb2.Finished | None = None
 
 
-async def collect(client: Client, prompt: Any, adapter: str = "", **arguments: Any) -> Collected:
-    """Runs one request to its end, greedy unless told otherwise, with token ids and logprobs."""
+async def collect(
+    client: Client, prompt: Any, adapter: str = "", into: Collected | None = None, **arguments: Any
+) -> Collected:
+    """Runs one request to its end, greedy unless told otherwise, with token ids and logprobs.
+
+    `into`: where it is collected, for who wants what came before an error.
+    """
     arguments = {"temperature": 0, "output": {"token_ids": True, "logprobs": 0}, "timeout": 300, **arguments}
-    result = Collected()
+    result = into if into is not None else Collected()
     async for event in client.generate(prompt, adapter=adapter, **arguments):
         kind = event.WhichOneof("event")
         if kind == "started":

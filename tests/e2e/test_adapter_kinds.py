@@ -18,6 +18,7 @@ from tests.inference_service.engine.kind_models import CASES, VOCAB, World, buil
 pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore")]  # PEFT warns of what these are made of
 
 BASE = "tiny"
+OTHERS = ("qwen2", "qwen3")
 TIE_GAP, TOLERANCE = 1e-3, 1e-4
 
 
@@ -46,7 +47,9 @@ async def ask(client: Client, world: World, name: str, digest: str | None, chose
     check(world, digest, prompt, await collect(client, prompt, adapter=name, stop=stop))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama-tied", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama-tied", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2", "qwen3"))]
+)
 async def test_all_kinds_at_once(family: str, tmp_path: Path) -> None:
     cases = [name for name, case in CASES.items() if case.kind in SERVED_KINDS and case.fits(family)]
     world = build(tmp_path / "store", family, cases)

@@ -8,16 +8,17 @@ import pytest
 from examples.prompts import ADAPTERS, PROMPTS
 from examples.stack import Stack, register, wait_for_base_model
 from loraplex import Client
+from loraplex.inference.v1 import control_pb2
 from tests.e2e.oracle import LOGPROB_TOLERANCE, Comparison, Oracle
 from tests.e2e.streams import Collected, chat_ids, collect
 
 NAMES = ["", *(a.name for a in ADAPTERS)]
-MAX_TOKENS = 64
+MAX_TOKENS = 48
 
+NO_CACHE = ["--no-prefix-caching", "--max-model-len=160"]
 VARIANTS = {
     "default": [],
-    "prefix cache off, chunks of 16": ["--no-prefix-caching", "--max-batched-tokens=16", "--max-num-seqs=8"],
-    "preemption": ["--no-prefix-caching", "--max-model-len=160", "--kv-cache-memory=7MiB"],
+    "chunks of 16 and preemption": [*NO_CACHE, "--max-batched-tokens=16", "--max-num-seqs=8", "--kv-cache-memory=7MiB"],
 }
 
 
@@ -44,11 +45,13 @@ def check(oracle: Oracle, prompts: dict[str, list[int]], answers: dict[tuple[str
 async def test_mixed_batch_equals_peft(variant: str, oracle: Oracle, tmp_path: Path) -> None:
     async with Stack(tmp_path, flags=["--dtype=float32", *VARIANTS[variant]]) as stack, stack.client() as client:
         await register_all(client)
-        prompts = {p: await chat_ids(client, p) for p in PROMPTS[: 1 if variant == "preemption" else 2]}
+        prompts = {p: await chat_ids(client, p) for p in PROMPTS[: 2 if variant == "default" else 1]}
         wanted = [(name, prompt) for prompt in prompts for name in NAMES]
         stop = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
         results = await asyncio.gather(*(collect(client, prompts[p], name, stop=stop) for name, p in wanted))
         check(oracle, prompts, dict(zip(wanted, results, strict=True)))
+        status = await client.call(client.control.GetReplicaStatus(control_pb2.GetReplicaStatusRequest()))
+        assert (status.engine.preemptions > 0) == (variant != "default")
         if variant == "default":
             repeated = [await collect(client, prompts[PROMPTS[0]], name, stop={"max_tokens": 16}) for name in NAMES]
             assert all(r.finished and r.finished.usage.cached_tokens >= 16 for r in repeated)

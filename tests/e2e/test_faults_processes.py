@@ -1,27 +1,31 @@
-"""Processes that are killed under load: the registry, the engine, the adapter process, an API process."""
+"""Processes that are killed under load: the registry, the engine, the adapter process, an API process; and SIGTERM."""
 
 import asyncio
+import resource
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import NamedTuple
 
 import grpc
 import psutil
 import pytest
 import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from examples.stack import Stack
-from loraplex import Client
+from examples.stack import INFERENCE_SERVICE, Stack
+from loraplex import Client, LoraplexError
 from loraplex.inference.v1 import control_pb2, inference_pb2_grpc
 from tests.e2e.processes import kill, processes_of
-from tests.e2e.tiny_stack import PROMPTS, TinyWorld, register_content
-from tests.e2e.traffic import Traffic, ask, assert_is_of, at_last, refusal
+from tests.e2e.streams import collect
+from tests.e2e.tiny_stack import TinyWorld, register_content
+from tests.e2e.traffic import PATIENCE_SECONDS, Traffic, ask, assert_is_of, at_last, long_streams, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 RESIDENT = {"": "", "content-0": "content-0", "content-1": "content-1"}
-LONG = 200  # tokens of a stream that is certainly under way when its server dies
 AWAY = {"ENGINE_UNAVAILABLE", "UNAVAILABLE"}  # the latter from the client's channel, once health says NOT_SERVING
 
 
@@ -39,34 +43,13 @@ async def replica(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) ->
         yield Replica(stack, client)
 
 
-async def long_streams(world: TinyWorld, client: Client) -> list[asyncio.Task[None]]:
-    """A stream of `LONG` tokens of each resident adapter, under way and to be compared with PEFT's at its end."""
-    begun = [asyncio.Event() for _ in RESIDENT]
-
-    async def stream(reference: str, content: str, is_begun: asyncio.Event) -> None:
-        ids, logprobs = [], []
-        stop, output = {"max_tokens": LONG, "ignore_eos": True}, {"token_ids": True, "logprobs": 0}
-        events = client.generate(PROMPTS[0], adapter=reference, temperature=0, stop=stop, output=output, timeout=60)
-        async for event in events:
-            ids += event.delta.token_ids
-            logprobs += [token.logprob for token in event.delta.logprobs]
-            if ids:
-                is_begun.set()
-        found = world.compare(content, 0, ids, logprobs)
-        assert len(ids) == LONG
-        assert not found.mismatches
-
-    pairs = zip(RESIDENT.items(), begun, strict=True)
-    tasks = [asyncio.create_task(stream(*item, is_begun)) for item, is_begun in pairs]
-    async with asyncio.timeout(30):
-        await asyncio.gather(*(is_begun.wait() for is_begun in begun))
-    assert not any(task.done() for task in tasks)
-    return tasks
-
-
-async def test_without_its_registry_a_replica_serves_what_it_knows(world: TinyWorld, replica: Replica) -> None:
+@pytest.mark.parametrize("seconds_down", [0, pytest.param(60, marks=pytest.mark.slow)])
+async def test_without_its_registry_a_replica_serves_what_it_knows(
+    world: TinyWorld, replica: Replica, seconds_down: int
+) -> None:
+    """A minute is more than the registry's answers are good for by themselves (`resolve_ttl_seconds`)."""
     stack, client = replica
-    known = world.contents[2]
+    known, new = world.contents[5:7] if seconds_down else world.contents[2:4]
     await register_content(client, known, known)
     await ask(client, 0, known)
     await client.call(client.control.UnloadAdapter(control_pb2.UnloadAdapterRequest(adapter=known)))
@@ -81,10 +64,11 @@ async def test_without_its_registry_a_replica_serves_what_it_knows(world: TinyWo
         seconds_until_refused = time.monotonic() - started
         assert_is_of(world, known, 0, await ask(client, 0, known))  # not resident: loaded from the disk tier
         await traffic.answers(20)
+        await asyncio.sleep(max(0.0, seconds_down - (time.monotonic() - started)))
+        await traffic.answers(8)
         await stack.registry.start()
         await stack.registry.ready(30)
         back = time.monotonic()
-        new = world.contents[3]
         await at_last(lambda: register_content(client, new, new), 10)
         answer, _ = await at_last(lambda: ask(client, 0, new), 10)
         assert_is_of(world, new, 0, answer)
@@ -95,12 +79,12 @@ async def test_without_its_registry_a_replica_serves_what_it_knows(world: TinyWo
 
 async def test_a_killed_engine_ends_its_streams_at_once_and_comes_back(world: TinyWorld, replica: Replica) -> None:
     stack, client = replica
-    streams = await long_streams(world, client)
+    streams = await long_streams(client, RESIDENT)
     async with Traffic(world, client, RESIDENT, tolerated=AWAY) as traffic:
         (engine,) = processes_of(stack, "engine")
         killed = time.monotonic()
         kill(engine)
-        errors = await asyncio.wait_for(asyncio.gather(*(refusal(stream) for stream in streams)), 5)
+        errors = await asyncio.wait_for(asyncio.gather(*(refusal(stream.task) for stream in streams)), 5)
         seconds_until_told = time.monotonic() - killed
         for error in errors:
             assert error.reason == "ENGINE_UNAVAILABLE"
@@ -113,20 +97,75 @@ async def test_a_killed_engine_ends_its_streams_at_once_and_comes_back(world: Ti
     print(f"streams ended after {1e3 * seconds_until_told:.0f} ms, answers again after {seconds_until_back:.2f} s")
 
 
+@pytest.mark.slow
+async def test_an_engine_without_memory_fails_steps_and_goes_on(world: TinyWorld, replica: Replica) -> None:
+    """The kernel gives it no page more for a while: steps of shapes that were not there before cannot be computed."""
+    stack, client = replica
+    (engine,) = processes_of(stack, "engine")
+    failed: Counter[str] = Counter()
+    async with Traffic(world, client, RESIDENT, tolerated=AWAY | {"INTERNAL"}) as traffic:
+        resource.prlimit(engine.pid, resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))
+        try:
+            for length in range(50, 200, 10):
+                try:
+                    await collect(client, [7] * length, "content-0", stop={"max_tokens": 2}, timeout=PATIENCE_SECONDS)
+                except LoraplexError as error:
+                    failed[error.reason] += 1
+        finally:
+            with suppress(ProcessLookupError):
+                resource.prlimit(engine.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        given_back = time.monotonic()
+        await at_last(lambda: ask(client, 1, "content-0"), PATIENCE_SECONDS)
+        seconds = time.monotonic() - given_back
+        num_failed = traffic.failed.total()
+        await traffic.answers(20)
+        assert traffic.failed.total() == num_failed, "requests failed after there was memory again"
+    assert failed.total(), "it had all the memory that it needed"
+    assert set(failed) <= AWAY | {"INTERNAL"}
+    print(f"of 15 requests without memory {dict(failed)} failed; answers {seconds:.2f} s after there was some")
+
+
 async def test_requests_do_not_notice_that_the_adapter_process_dies(world: TinyWorld, replica: Replica) -> None:
     stack, client = replica
     new = world.contents[4]
     await register_content(client, new, new)
     async with Traffic(world, client, RESIDENT, lines=6) as traffic:
-        streams = await long_streams(world, client)
+        streams = await long_streams(client, RESIDENT)
         (adapters,) = processes_of(stack, "adapters")
         kill(adapters)
         killed = time.monotonic()
         assert_is_of(world, new, 0, await ask(client, 0, new))
         seconds = time.monotonic() - killed
-        await asyncio.gather(*streams)
+        await asyncio.gather(*(stream.check(world) for stream in streams))
         await traffic.answers(20)
     print(f"a new adapter answers {seconds:.2f} s after the death")
+
+
+@pytest.mark.slow
+async def test_the_adapter_process_dies_while_the_registry_is_down(world: TinyWorld, replica: Replica) -> None:
+    """What names mean died with it, so until the registry is back they are refused; the base model needs none."""
+    stack, client = replica
+    assert stack.registry.process is not None
+    async with Traffic(world, client, {"": ""}) as traffic:
+        await asyncio.gather(*(ask(client, 0, name) for name in RESIDENT))
+        streams = await long_streams(client, RESIDENT)
+        stack.registry.process.kill()
+        await stack.registry.process.wait()
+        (adapters,) = processes_of(stack, "adapters")
+        kill(adapters)
+        for error in await asyncio.gather(*(refusal(ask(client, 0, name)) for name in RESIDENT if name)):
+            assert error.reason == "REGISTRY_UNAVAILABLE"
+            assert error.retry_after is not None
+        await asyncio.gather(*(stream.check(world) for stream in streams))
+        await traffic.answers(12)
+        await stack.registry.start()
+        await stack.registry.ready(30)
+        back = time.monotonic()
+        for name in RESIDENT:
+            answer, _ = await at_last(partial(ask, client, 0, name), 15)
+            assert_is_of(world, name, 0, answer)
+        print(f"adapters answer {time.monotonic() - back:.2f} s after the registry is back;", end=" ")
+        await traffic.answers(8)
 
 
 async def test_a_killed_api_process_takes_only_its_own_streams(world: TinyWorld, replica: Replica) -> None:
@@ -142,10 +181,10 @@ async def test_a_killed_api_process_takes_only_its_own_streams(world: TinyWorld,
             await running.enter_async_context(Traffic(world, client, RESIDENT, lines=1))
             for client in by_server[survivor]
         ]
-        streams = await long_streams(world, by_server[victim][0])
+        streams = await long_streams(by_server[victim][0], RESIDENT)
         killed = time.monotonic()
         kill(victim)
-        for error in await asyncio.gather(*(refusal(stream) for stream in streams)):
+        for error in await asyncio.gather(*(refusal(stream.task) for stream in streams)):
             assert error.reason == "UNAVAILABLE"
         seconds_until_told = time.monotonic() - killed
         await asyncio.gather(*(traffic.answers(1) for traffic in lost))
@@ -174,3 +213,19 @@ async def connected_to_each(stack: Stack, num_clients: int) -> dict[psutil.Proce
         connections[server] += 1
         found[server].append(client)
     return found
+
+
+async def test_sigterm_lets_running_streams_end(world: TinyWorld, replica: Replica) -> None:
+    """The last test here: the replica stays down."""
+    stack, client = replica
+    async with grpc.aio.insecure_channel(stack.inference.address) as channel:
+        request = health_pb2.HealthCheckRequest(service=INFERENCE_SERVICE)
+        health = health_pb2_grpc.HealthStub(channel).Watch(request)
+        assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
+        streams = await long_streams(client, RESIDENT)
+        stopping = asyncio.create_task(stack.inference.stop())
+        assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await health.read() is grpc.aio.EOF
+        await asyncio.gather(*(stream.check(world) for stream in streams))
+        assert await stopping == 0
+        assert (await refusal(ask(client, 0))).code == "UNAVAILABLE"

@@ -1,4 +1,4 @@
-"""A new version under load: who runs finishes on the old weights, who comes gets the new, and no old KV is reused."""
+"""Adapters change under load: who runs finishes on the old weights, who comes gets the new, and no old KV is reused."""
 
 import asyncio
 import time
@@ -10,21 +10,22 @@ import pytest_asyncio
 
 from loraplex import Client
 from loraplex.registry.v1 import registry_pb2, resources_pb2
+from shared.errors import AdapterNotFound
 from tests.e2e.tiny_stack import PROMPTS, TinyWorld, register_content
-from tests.e2e.traffic import Traffic, ask, assert_is_of
+from tests.e2e.traffic import Traffic, ask, assert_is_of, long_stream
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 RESIDENT = {"": "", "content-0": "content-0"}
 LONG_PROMPT = max(range(len(PROMPTS)), key=lambda number: len(PROMPTS[number]))  # of several KV blocks
-LONG = 200
-SWITCH_SECONDS = 4.0  # less than the registry's ttl: the watch must tell
+SWITCH_SECONDS = 30.0
+REGISTRY_FLAGS = ["--resolve-ttl-seconds=600"]  # answers are good for so long: the watch must tell
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Client]:
     run = tmp_path_factory.mktemp("versions")
-    async with world.serving(run, names=["content-0"]) as (_, client):
+    async with world.serving(run, names=["content-0"], registry_flags=REGISTRY_FLAGS) as (_, client):
         yield client
 
 
@@ -59,31 +60,62 @@ async def test_latest_and_alias_move_under_running_streams(world: TinyWorld, cli
 
     async def move(reference: str, change: Callable[[], Coroutine[Any, Any, None]], back: bool) -> float:
         before, after = (new, old) if back else (old, new)
-        cached = [await ask(client, LONG_PROMPT, reference, tokens=LONG) for _ in range(2)]
+        cached = [await ask(client, LONG_PROMPT, reference) for _ in range(2)]
         assert cached[1].started is not None
         assert cached[1].started.cached_tokens >= 16
-        running = [asyncio.create_task(ask(client, p, reference, tokens=LONG)) for p in range(len(PROMPTS))]
-        await asyncio.sleep(0.1)
-        assert not any(task.done() for task in running)
+        running = [await long_stream(client, before, reference, prompt) for prompt in range(2)]
         await change()
         seconds = await switched(client, reference, 1 if back else 2)
-        answer = await ask(client, LONG_PROMPT, reference, tokens=LONG)
+        answer = await ask(client, LONG_PROMPT, reference)
         assert_is_of(world, after, LONG_PROMPT, answer)
         assert answer.token_ids != cached[0].token_ids
-        for prompt, stream in enumerate(await asyncio.gather(*running)):
-            assert_is_of(world, before, prompt, stream)
-        again = await ask(client, LONG_PROMPT, reference, tokens=LONG)
+        for stream in running:
+            await stream.check(world)
+        again = await ask(client, LONG_PROMPT, reference)
         assert again.token_ids == answer.token_ids
         return seconds
 
     async with Traffic(world, client, RESIDENT) as traffic:
         await register_content(client, "moving", old)
-        latest = await move("moving", lambda: register_new("moving"), back=False)
         await point(client, "moving", 1)
+        latest = await move("moving", lambda: register_new("moving"), back=False)
+        for pinned in ("moving@prod", "moving@1"):  # neither of them follows the latest
+            assert (await started_of(client, pinned)).adapter_version.endswith("/1")
         forwards = await move("moving@prod", lambda: point(client, "moving", 2), back=False)
         backwards = await move("moving@prod", lambda: point(client, "moving", 1), back=True)
         await traffic.answers(4)
     print(f"switched after {latest:.2f} s (latest), {forwards:.2f} s (alias), {backwards:.2f} s (alias, back)")
+
+
+async def test_a_deleted_adapter_under_running_streams(world: TinyWorld, client: Client) -> None:
+    """It is refused from a moment later on, its streams end whole, and undeleted it is what it was."""
+    content, name = world.contents[1], "namespaces/default/adapters/brief"
+    async with Traffic(world, client, RESIDENT):
+        await register_content(client, "brief", content)
+        await ask(client, 0, "brief")
+        streams = [await long_stream(client, content, reference) for reference in ("brief", "brief@1")]
+        await client.call(client.registry.DeleteAdapter(registry_pb2.DeleteAdapterRequest(name=name)))
+        deleted = time.monotonic()
+        while await is_served(client, "brief"):
+            assert time.monotonic() < deleted + SWITCH_SECONDS
+        seconds = time.monotonic() - deleted
+        for stream in streams:
+            await stream.check(world)
+        assert not await is_served(client, "brief@1")
+        await client.call(client.registry.UndeleteAdapter(registry_pb2.UndeleteAdapterRequest(name=name)))
+        undeleted = time.monotonic()
+        while not await is_served(client, "brief"):
+            assert time.monotonic() < undeleted + SWITCH_SECONDS
+        print(f"refused after {seconds:.2f} s, back after {time.monotonic() - undeleted:.2f} s", end="; ")
+        assert_is_of(world, content, 1, await ask(client, 1, "brief"))
+
+
+async def is_served(client: Client, reference: str) -> bool:
+    try:
+        await ask(client, 0, reference, tokens=1)
+    except AdapterNotFound:
+        return False
+    return True
 
 
 async def test_a_prompt_cached_under_the_old_version_is_computed_anew(world: TinyWorld, client: Client) -> None:

@@ -1,6 +1,7 @@
 """PRELOAD and PINNED reach replicas, present and future, and outlive them; the registry tells the truth about it."""
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,8 +57,12 @@ async def loaded(client: Client) -> dict[str, bool]:
 
 
 async def test_residency_outlives_processes_and_services(world: TinyWorld, tmp_path: Path) -> None:
-    pinned, preloaded, other = world.contents[:3]
-    async with world.serving(tmp_path, "--replica-name=one", names=[pinned, preloaded, other]) as (stack, client):
+    """One adapter's files are gone when the replica starts again: it serves all the same, and the registry says why."""
+    pinned, preloaded, other, content = world.contents[:4]
+    names, lease = [pinned, preloaded, other], ["--replica-lease-seconds=5"]
+    async with world.serving(tmp_path, "--replica-name=one", names=names, registry_flags=lease) as (stack, client):
+        lost = world.copy(content, tmp_path)
+        await register_content(client, "lost", content, root="copies")
         await until(client, pinned, lambda status: [(w.replica, w.reason) for w in status.not_ready] == ON_DEMAND)
         await set_residency(client, pinned, resources_pb2.Adapter.RESIDENCY_PINNED)
         await set_residency(client, preloaded, resources_pb2.Adapter.RESIDENCY_PRELOAD)
@@ -72,9 +77,12 @@ async def test_residency_outlives_processes_and_services(world: TinyWorld, tmp_p
 
         await stack.inference.stop()
         await until(client, pinned, lambda status: status.target_replicas == 0)  # its lease is over
+        shutil.rmtree(lost)
+        await set_residency(client, "lost", resources_pb2.Adapter.RESIDENCY_PINNED)
         await stack.inference.start()
         await stack.inference.ready(SECONDS)
         assert await loaded(client) == {pinned: True, preloaded: False}  # readiness has waited for them
+        await until(client, "lost", lambda status: [r.reason for r in status.not_ready] == ["SOURCE_NOT_FOUND"])
 
         await stack.registry.stop()
         await stack.registry.start()
@@ -83,7 +91,7 @@ async def test_residency_outlives_processes_and_services(world: TinyWorld, tmp_p
         await register_content(client, pinned, world.contents[3])
         await until(client, pinned, lambda status: is_ready(status) and status.versions[0].version == 2)
         await set_residency(client, pinned, resources_pb2.Adapter.RESIDENCY_ON_DEMAND)
-        await until_loaded(client, {preloaded: False})
+        await until_loaded(client, {pinned: False, preloaded: False})  # it stays until others need the room
 
 
 async def until_loaded(client: Client, wanted: dict[str, bool]) -> None:
@@ -96,18 +104,3 @@ async def until_loaded(client: Client, wanted: dict[str, bool]) -> None:
             found = await loaded(client)
         except LoraplexError as error:
             found = error
-
-
-async def test_readiness_is_not_held_up_for_ever(world: TinyWorld, tmp_path: Path) -> None:
-    """The adapter's files are gone: the replica serves all the same, and the registry says why it is not ready."""
-    content = world.contents[4]
-    async with world.serving(tmp_path, "--residency-wait=20") as (stack, client):
-        folder = world.copy(content, tmp_path)
-        await register_content(client, "lost", content, root="copies")
-        await stack.inference.stop()
-        for file in folder.iterdir():
-            file.unlink()
-        await set_residency(client, "lost", resources_pb2.Adapter.RESIDENCY_PINNED)
-        await stack.inference.start()
-        await stack.inference.ready(SECONDS)
-        await until(client, "lost", lambda status: [r.reason for r in status.not_ready] == ["SOURCE_NOT_FOUND"])

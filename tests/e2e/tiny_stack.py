@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -35,17 +36,19 @@ class TinyWorld:
     oracle: Oracle
     _compared: dict[tuple[str, int, tuple[int, ...]], Comparison] = field(default_factory=dict)
 
-    def stack(self, run: Path, *flags: str) -> Stack:
-        """Both services, with `file://store/…` and, to be spoiled, `file://copies/…` in `run`."""
+    def stack(self, run: Path, *flags: str, **others: Any) -> Stack:
+        """Both services, with `file://store/…` and, to be spoiled, `file://copies/…` in `run`. `others`: of `Stack`."""
         fixed = (f"--model-name={BASE}", "--dtype=float32", "--device=cpu", "--threads=1")
         (run / "copies").mkdir(parents=True)
         roots = {"store": self.folder / "store", "copies": run / "copies"}
-        return Stack(run, flags=[*fixed, *flags], model=self.folder / "base", roots=roots)
+        return Stack(run, flags=[*fixed, *flags], model=self.folder / "base", roots=roots, **others)
 
     @asynccontextmanager
-    async def serving(self, run: Path, *flags: str, names: Sequence[str] = ()) -> AsyncIterator[tuple[Stack, Client]]:
+    async def serving(
+        self, run: Path, *flags: str, names: Sequence[str] = (), **others: Any
+    ) -> AsyncIterator[tuple[Stack, Client]]:
         """As `stack`, up, with the contents `names` registered under their own names; both must end well."""
-        stack = self.stack(run, *flags)
+        stack = self.stack(run, *flags, **others)
         async with stack, stack.client() as client:
             await wait_for_base_model(client, BASE)
             for name in names:
@@ -83,7 +86,7 @@ def build(folder: Path, num_contents: int) -> TinyWorld:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=256, initializer_range=0.12, bos_token_id=1, eos_token_id=2,
+        num_key_value_heads=4, max_position_embeddings=512, initializer_range=0.12, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     base = LlamaForCausalLM(config).eval()
     base.save_pretrained(folder / "base")

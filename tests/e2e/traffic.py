@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from tests.e2e.tiny_stack import PROMPTS, TinyWorld
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 30.0
+LONG = 400  # tokens of a stream that is under way when something happens
 
 
 class Traffic:
@@ -30,7 +31,8 @@ class Traffic:
     Args:
         contents: What a reference must answer like; `{"": ""}` is the base model.
         tokens: Of an answer.
-        tolerated: Reasons with which requests may end, for the processes that are killed. They count as `failed`.
+        tolerated: Reasons with which requests may end, for the processes that are killed. They count as `failed`, and
+            as `truncated` if they had been accepted: their stream had begun.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Traffic:
         self.num_answers = 0
         self.slowest_seconds = 0.0
         self.failed: Counter[str] = Counter()
+        self.truncated = 0
         self._world = world
         self._client = client
         self._num_contents = len(contents)
@@ -86,13 +89,14 @@ class Traffic:
     async def _line(self) -> None:
         while not self._is_stopping:
             prompt, (reference, content) = next(self._turns)
-            started = time.monotonic()
+            started, answer = time.monotonic(), Collected()
             try:
-                answer = await ask(self._client, prompt, reference, self._tokens)
+                await ask(self._client, prompt, reference, self._tokens, answer)
             except LoraplexError as error:
                 if error.reason not in self._tolerated:
                     raise AssertionError(f"{reference or 'the base model'} was lost: {error.summary}") from error
                 self.failed[error.reason] += 1
+                self.truncated += answer.started is not None
                 await asyncio.sleep(0.05)
                 continue
             self.slowest_seconds = max(self.slowest_seconds, time.monotonic() - started)
@@ -107,17 +111,54 @@ class Traffic:
         lost = [outcome for outcome in outcomes if outcome is not None]
         print(
             f"{self.num_answers} answers beside it, {len(lost)} lost, {len(found.mismatches)} wrong tokens,"
-            f" {dict(self.failed)} tolerated, slowest {self.slowest_seconds:.2f} s"
+            f" {dict(self.failed)} tolerated ({self.truncated} of them cut), slowest {self.slowest_seconds:.2f} s"
         )
         assert not lost, lost
         assert not found.mismatches
         assert found.worst_logprob < LOGPROB_TOLERANCE
 
 
-async def ask(client: Client, prompt: int, reference: str = "", tokens: int = 12) -> Collected:
+async def ask(
+    client: Client, prompt: int, reference: str = "", tokens: int = 12, into: Collected | None = None
+) -> Collected:
     """One request, as traffic has them: exactly `tokens` tokens after `PROMPTS[prompt]`."""
     stop = {"max_tokens": tokens, "ignore_eos": True}
-    return await collect(client, PROMPTS[prompt], reference, stop=stop, timeout=PATIENCE_SECONDS)
+    return await collect(client, PROMPTS[prompt], reference, into, stop=stop, timeout=PATIENCE_SECONDS)
+
+
+class LongStream:
+    """A greedy stream of `LONG` tokens. `so_far`: what has come of it."""
+
+    def __init__(self, client: Client, content: str, reference: str, prompt: int) -> None:
+        self.so_far = Collected()
+        self._content, self._prompt = content, prompt
+        stop = {"max_tokens": LONG, "ignore_eos": True}
+        self.task = asyncio.create_task(
+            collect(client, PROMPTS[prompt], reference, self.so_far, stop=stop, timeout=PATIENCE_SECONDS)
+        )
+
+    async def check(self, world: TinyWorld) -> None:
+        """Waits for its end: all of it is there, and PEFT's."""
+        answer = await self.task
+        assert len(answer.token_ids) == LONG
+        assert_is_of(world, self._content, self._prompt, answer)
+
+
+async def long_stream(client: Client, content: str, reference: str | None = None, prompt: int = 0) -> LongStream:
+    """A stream that is under way. Where this process was not given time to see that, it is another one."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            stream = LongStream(client, content, content if reference is None else reference, prompt)
+            while not stream.so_far.token_ids and not stream.task.done():  # noqa: ASYNC110 - either ends it
+                await asyncio.sleep(0.005)
+            if not stream.task.done():
+                return stream
+            await stream.task
+
+
+async def long_streams(client: Client, contents: Iterable[str]) -> list[LongStream]:
+    """A stream of each content, all begun."""
+    return list(await asyncio.gather(*(long_stream(client, content) for content in contents)))
 
 
 async def refusal(call: Awaitable[Any]) -> LoraplexError:

@@ -54,7 +54,7 @@ def registry(folder: Path, env: dict[str, str], *flags: str) -> Iterator[registr
             yield stub
     finally:
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
 def register(stub: Any, uri: str) -> registry_pb2.RegisterAdapterResponse:

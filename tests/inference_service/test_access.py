@@ -6,12 +6,13 @@ import grpc
 import pytest
 
 from inference_service import server
+from inference_service.model_header import MODEL_HEADER
 from inference_service.types import PreparedAdapter, StagedAdapter
 from loraplex.inference.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from shared.auth.settings import AccessSettings
 from shared.errors import AdapterNotFound
 from shared.status import from_rpc_error
-from tests.inference_service.serving_fakes import DIGEST, FakeAdapters, FakeEngine, byte_model
+from tests.inference_service.serving_fakes import DIGEST, FakeAdapters, FakeEngine, byte_model, saying
 from tests.shared.auth.matrix import bearer, every, expected, methods, outcome
 from tests.shared.auth.token_files import write_callers
 
@@ -177,3 +178,36 @@ async def test_content_that_others_share_is_not_unloaded_for_them(access):
         request.adapter = "team-a/a"
         await stubs.UnloadAdapter(request, metadata=bearer("admin-all"))
         assert engine.calls == [("unload", DIGEST, True)]
+
+
+async def test_another_tenants_adapter_cannot_be_named_in_a_header_either(access):
+    adapters = TwoTenants()
+    async with serving(FakeEngine(), adapters, access) as stubs:
+        for rpc, request in (
+            ("Generate", inference_pb2.GenerateRequest(text="hi")),
+            ("Tokenize", inference_pb2.TokenizeRequest(text="hi")),
+        ):
+            headers = grpc.aio.Metadata(*bearer("admin-a"), (MODEL_HEADER, "team-b/a"))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await outcome_of(getattr(stubs, rpc)(request, metadata=headers, timeout=20))
+            assert from_rpc_error(caught.value).reason == "ADAPTER_NOT_FOUND"
+    assert not adapters.prepared
+
+
+async def test_equal_request_ids_of_two_tenants_are_two_requests(access):
+    """Neither sees, ends nor hinders the other's."""
+    engine = FakeEngine(saying("hello"))
+    engine.gate.clear()
+    async with serving(engine, TwoTenants(), access) as stubs:
+        calls = []
+        for namespace, caller in (("team-a", "reader-a"), ("team-b", "admin-all")):
+            request = requests(namespace)["Generate"]
+            request.request_id = "guessed"
+            calls.append(stubs.Generate(request, metadata=bearer(caller)))
+        assert [(await call.read()).started.request_id for call in calls] == ["guessed"] * 2
+        calls[1].cancel()
+        engine.gate.set()
+        while (event := await calls[0].read()) is not grpc.aio.EOF:
+            last = event.WhichOneof("event")
+        assert last == "finished"
+    assert len({spec.request_id for spec in engine.specs}) == 2

@@ -13,9 +13,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from examples.stack import free_address
-from inference_service.config import ApiStart
+from inference_service.config import ApiStart, InferenceConfig
+from inference_service.launch import child_specs, find_base_model
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1.inference_pb2_grpc import InferenceServiceStub
+from shared.config import load
 from shared.errors import EngineUnavailable
 from shared.status import from_rpc_error
 from tests.inference_service.serving_fakes import SERVICE, byte_tokenizer, raw_config
@@ -58,7 +60,7 @@ async def test_alive_but_not_ready_until_there_is_an_engine_and_sigterm_exits_0(
         process.send_signal(signal.SIGINT)  # is the supervisor's business
         assert await health(channel, "") == health_pb2.HealthCheckResponse.SERVING
         process.terminate()
-        assert await asyncio.wait_for(process.wait(), 15) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
 
 
 async def test_ends_when_the_supervisor_is_gone(folder: Path) -> None:
@@ -66,7 +68,7 @@ async def test_ends_when_the_supervisor_is_gone(folder: Path) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         await health(channel, "")
     process.stdin.close()
-    assert await asyncio.wait_for(process.wait(), 15) == 0
+    assert await asyncio.wait_for(process.wait(), 60) == 0
 
 
 async def test_says_in_one_line_why_it_cannot_start(folder: Path) -> None:
@@ -74,11 +76,35 @@ async def test_says_in_one_line_why_it_cannot_start(folder: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         process = await launch(folder, address := f"127.0.0.1:{taken.getsockname()[1]}")
-        _, stderr = await asyncio.wait_for(process.communicate(), 30)
+        _, stderr = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 2  # starting again cannot help
         assert f"error: INVALID_ARGUMENT: listen: cannot listen on {address}" in stderr.decode()
     (folder / "tokenizer.json").write_text("{}")
     process = await launch(folder, free_address())
-    _, stderr = await asyncio.wait_for(process.communicate(), 30)
+    _, stderr = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
     assert stderr.decode().startswith("error: INVALID_ARGUMENT: tokenizer.json: is not a tokenizer")
+
+
+async def test_limits_of_the_configuration_reach_the_process(folder: Path) -> None:
+    """From flags and the TOML file, through the line that an API process is started with, to a refusal."""
+    toml = folder / "serve.toml"
+    toml.write_text("[namespaces.default]\nrequests_per_second = 0.001\n")
+    given = {"model": str(folder), "device": "cpu", "load_format": "dummy", "listen": (address := free_address())}
+    flags = {**given, "max_unread": "7", "tenant_burst_seconds": "1"}
+    config = load(InferenceConfig, toml=toml, env={}, prefix="LORAPLEX_INFERENCE_", flags=flags)
+    (spec,) = [s for s in child_specs(config, find_base_model(config), folder, 9) if s.role == "api"]
+    assert msgspec.json.decode(spec.start, type=ApiStart).max_unread == 7
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*spec.argv, stdin=pipe, stdout=pipe, stderr=pipe)
+    process.stdin.write(spec.start + b"\n")
+    async with grpc.aio.insecure_channel(address) as channel:
+        await health(channel, "")
+        reasons = []
+        for _ in range(2):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await InferenceServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest())
+            reasons.append(from_rpc_error(caught.value).reason)
+        assert reasons == ["ENGINE_UNAVAILABLE", "RATE_LIMITED"]
+    process.terminate()
+    await asyncio.wait_for(process.communicate(), 60)

@@ -402,7 +402,7 @@ async def test_a_cancelled_call_frees_the_engine() -> None:
         call = InferenceServiceStub(channel).Generate(request())
         await call.read()
         call.cancel()
-        await asyncio.wait_for(engine.closed.wait(), 5)
+        await asyncio.wait_for(engine.closed.wait(), 60)
     assert engine.num_open == 0
 
 
@@ -414,7 +414,7 @@ async def test_a_client_that_does_not_read_and_goes_frees_the_engine() -> None:
         await asyncio.sleep(0.3)  # the server now waits for the window to open
         assert engine.num_open == 1
         call.cancel()
-        await asyncio.wait_for(engine.closed.wait(), 5)
+        await asyncio.wait_for(engine.closed.wait(), 60)
     assert engine.num_open == 0
 
 
@@ -425,7 +425,7 @@ async def test_an_expired_deadline_frees_the_engine_and_is_passed_on() -> None:
             async for _ in InferenceServiceStub(channel).Generate(request(), timeout=0.5):
                 pass
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        await asyncio.wait_for(engine.closed.wait(), 5)
+        await asyncio.wait_for(engine.closed.wait(), 60)
         no_deadline = InferenceServiceStub(channel).Generate(request())
         await no_deadline.read()
         no_deadline.cancel()
@@ -459,12 +459,13 @@ async def test_drain_refuses_new_streams_and_lets_running_ones_finish() -> None:
     async with serving(engine) as (api, channel):
         running = aiter(InferenceServiceStub(channel).Generate(request()))
         await anext(running)
-        stopping = asyncio.create_task(api.stop(10))
-        await asyncio.sleep(0.2)
+        stopping = asyncio.create_task(api.stop(100))
+        while not api.availability.is_draining:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.01)
         assert isinstance(await failure(channel, request()), Draining)
         engine.gate.set()
         assert text_of([response async for response in running]) == "hello"
-        await asyncio.wait_for(stopping, 5)
+        await asyncio.wait_for(stopping, 60)
 
 
 async def test_drain_cuts_what_outlives_its_grace() -> None:
@@ -478,8 +479,8 @@ async def test_drain_cuts_what_outlives_its_grace() -> None:
         error = from_rpc_error(caught.value)
         assert isinstance(error, EngineUnavailable)
         assert error.message == "the replica is shutting down"
-        await asyncio.wait_for(stopping, 5)
-        await asyncio.wait_for(engine.closed.wait(), 5)
+        await asyncio.wait_for(stopping, 60)
+        await asyncio.wait_for(engine.closed.wait(), 60)
 
 
 async def test_an_unloaded_adapter_is_named() -> None:

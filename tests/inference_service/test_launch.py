@@ -96,6 +96,9 @@ def test_start_lines(folder: Path) -> None:
         file_roots={"a": "/x"},
         adapter_memory="1MiB",
         cache_dir=Path("/c"),
+        otlp_endpoint="http://collector:4317",
+        log_requests=False,
+        log_prompts=True,
     )
     base = find_base_model(config)
     assert (base.model_id, base.dtype, base.folder) == ("tiny-model", "float32", folder)
@@ -111,6 +114,8 @@ def test_start_lines(folder: Path) -> None:
     assert settings.weights_fingerprint == base.weights_fingerprint
     api = msgspec.json.decode(first.start, type=ApiStart)
     assert (api.reuse_port, api.model_id, api.listen) == (True, "tiny-model", "127.0.0.1:50052")
+    assert (api.log_requests, api.log_prompts) == (False, True)
+    assert api.otlp_endpoint == start.config.otlp_endpoint == "http://collector:4317"
     assert first == second
     assert (first.stage, engine.stage, adapters.stage) == (0, 1, 2)
     assert (first.hears_events, engine.hears_events) == (True, False)

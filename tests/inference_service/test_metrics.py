@@ -21,7 +21,7 @@ from inference_service.request_stats import ApiReport, RequestMeter, RequestStat
 from inference_service.stats import AdapterStats, EngineStats, Seconds, TokenCounts, Usage
 from inference_service.types import MemoryBudget, ResidentAdapter, SequenceDelta, StagedAdapter, Started
 from shared.base_model import MODULES, parse_config
-from shared.errors import AdapterUnloaded, InvalidArgument
+from shared.errors import AdapterNotFound, AdapterUnloaded, InvalidArgument
 from shared.metrics import MetricsServer
 from tests.bench.random_adapters import write_adapters
 from tests.inference_service.serving_fakes import raw_config
@@ -29,7 +29,7 @@ from tests.inference_service.serving_fakes import raw_config
 
 def some(cls, **known):
     """A struct of zeros but for what is `known`."""
-    zero = {"int": 0, "float": 0.0, "Usage": Usage(0, 0), "TokenCounts": TokenCounts()}
+    zero = {"int": 0, "float": 0.0, "float | None": None, "Usage": Usage(0, 0), "TokenCounts": TokenCounts()}
     values = {}
     for name in cls.__struct_fields__:
         kind = str(getattr(cls.__annotations__[name], "__name__", cls.__annotations__[name]))
@@ -151,15 +151,20 @@ def test_only_metrics_are_served_and_a_taken_address_is_told(port: int) -> None:
 def test_a_request_is_counted_however_it_ends() -> None:
     meter = RequestMeter()
     arrival = time.monotonic()
-    with meter.stream(arrival, 7) as times:
+    request = {"prepare_seconds": 0.125, "submitted": arrival, "num_prompt": 1}
+    with meter.stream(arrival, **request | {"num_prompt": 7}) as times:
         times.observe(Started("r", 0, 0.25, 0.5))
         times.observe(SequenceDelta("r", 0, [8, 9]))
         times.observe(SequenceDelta("r", 0, [2, 3, 4], None, "length"))
-    with pytest.raises(AdapterUnloaded), meter.stream(arrival, 1):
+    with pytest.raises(AdapterUnloaded), meter.stream(arrival, **request):
         raise AdapterUnloaded("gone")
-    with pytest.raises(asyncio.CancelledError), meter.stream(arrival, 1):
+    with pytest.raises(asyncio.CancelledError), meter.stream(arrival, **request):
         raise asyncio.CancelledError
+    for reason in ("", "QUEUE_FULL", "QUEUE_FULL"):
+        meter.ended(reason)
     stats = add_up([meter.stats, meter.stats])
+    assert stats.errors == {"QUEUE_FULL": 4}
+    assert (stats.wait_files.sum, stats.wait_adapter.sum, stats.wait_capacity.sum) == (0.75, 1.0, 0.5)
     assert stats.finished == {"length": 2, "error": 2, "abort": 2}
     assert (stats.tokens.prompt, stats.tokens.generated) == (18, 10)
     assert (stats.first_token.count, stats.inter_token.count, stats.total.count) == (2, 8, 6)
@@ -194,73 +199,104 @@ def metrics_port(log: Path) -> int:
     return int(found[1])
 
 
-async def until(condition, seconds: float = 20.0):
+async def until(condition, seconds: float = 60.0):
     async with asyncio.timeout(seconds):
         while not (found := await asyncio.to_thread(condition)):  # noqa: ASYNC110 - another process makes it true
             await asyncio.sleep(0.1)
     return found
 
 
-async def test_a_running_replica_of_random_weights(tmp_path: Path) -> None:
-    """The whole stack, with weights of a shape and no checkpoint; what it did is seen over HTTP."""
+async def test_a_running_stack(tmp_path: Path) -> None:
+    """Both services, with weights of a shape and no checkpoint; what they did is seen over HTTP."""
     model = tmp_path / "Tiny-Shape"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(raw_config()))
-    flags = ["--load-format=dummy", "--dummy-seed=3", "--kv-cache-memory=1MiB", "--adapter-memory=1MiB"]
-    async with Stack(tmp_path, model=model, flags=flags, roots={"x": tmp_path}) as stack, stack.client() as client:
-        await wait_for_base_model(client, "baseModels/tiny-shape")
-        port = metrics_port(tmp_path / "inference.log")
-        stop = {"max_tokens": 5, "ignore_eos": True}
-        answers = [[event async for event in client.generate([1, 2, 3], temperature=0, stop=stop)] for _ in range(2)]
-        first, second = ([token for e in answer for token in e.delta.token_ids] for answer in answers)
-        assert first == second
-        count = 'vllm:request_success_total{finished_reason="length",model_name="tiny-shape"} 2.0'
-        await until(lambda: count in Scrape(port).text)
-        scrape = Scrape(port)
-        assert scrape.one("vllm:generation_tokens_total").value == 10
-        assert scrape.one("vllm:prompt_tokens_total").value == 6
-        assert scrape.one("vllm:time_to_first_token_seconds_count").value == 2
-        assert scrape.one("vllm:inter_token_latency_seconds_count").value == 8
-        assert scrape.one("vllm:num_requests_running").value == 0
-        assert scrape.by("loraplex_up", "process") == {"engine": 1, "adapters": 1}
-        assert scrape.by("loraplex_memory_bytes", "kind")["adapter_arena"] == 1 << 20
-        assert scrape.by("loraplex_memory_bytes", "kind")["weights"] > 0
-        assert "device memory in MiB: weights" in (tmp_path / "inference.log").read_text()
-
-
-async def test_a_resident_adapter_is_listed_as_clients_call_it(tmp_path: Path) -> None:
-    model = tmp_path / "tiny"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(raw_config()))
     write_adapters(tmp_path / "root", ["pirate", "poet"], parse_config(raw_config()), 4, MODULES)
-    flags = ["--load-format=dummy", "--adapter-memory=1MiB", "--max-adapters=1", "--host-memory=1MiB"]
-    roots = {"root": tmp_path / "root"}
-    async with Stack(tmp_path, model=model, flags=flags, roots=roots) as stack, stack.client() as client:
-        await wait_for_base_model(client, "baseModels/tiny")
-        port = metrics_port(tmp_path / "inference.log")
+    flags = ["--load-format=dummy", "--dummy-seed=3", "--kv-cache-memory=1MiB", "--adapter-memory=1MiB"]
+    flags += ["--max-adapters=1", "--host-memory=1MiB"]
+    roots, also = {"root": tmp_path / "root"}, ["--metrics-listen=127.0.0.1:0"]
+    async with (
+        Stack(tmp_path, model=model, flags=flags, registry_flags=also, roots=roots) as stack,
+        stack.client() as client,
+    ):
+        await wait_for_base_model(client, "baseModels/tiny-shape")
+        replica, registry = (metrics_port(tmp_path / f"{name}.log") for name in ("inference", "registry"))
 
-        async def ask(reference: str) -> None:
-            async for _ in client.generate([1, 2, 3], adapter=reference, temperature=0, stop={"max_tokens": 1}):
-                pass
+        async def ask(adapter: str, max_tokens: int) -> list[int]:
+            stop = {"max_tokens": max_tokens, "ignore_eos": True}
+            events = client.generate([1, 2, 3], adapter=adapter, temperature=0, stop=stop)
+            return [token for event in [event async for event in events] for token in event.delta.token_ids]
 
+        assert await ask("", 5) == await ask("", 5)
+        with pytest.raises(AdapterNotFound):
+            await ask("nobody", 1)
         for name in ("pirate", "poet"):
-            await register(client, name, f"file://root/{name}", "baseModels/tiny")
+            await register(client, name, f"file://root/{name}", "baseModels/tiny-shape")
         for reference in ("pirate", "pirate@1", "namespaces/default/adapters/pirate"):
-            await ask(reference)
+            await ask(reference, 2)
+        await until(lambda: residents(replica) == "pirate,pirate@1,namespaces/default/adapters/pirate")
+        await ask("poet", 1)
+        await until(lambda: residents(replica) == "poet")
+        await until(lambda: calls(Scrape(replica)) == {("Generate", "OK"): 6, ("Generate", "NOT_FOUND"): 1})
+        await until(lambda: ("default/poet@1", "generated") in adapter_tokens(Scrape(replica)))
+        await until(lambda: Scrape(replica).one("loraplex_registry_lag_revisions").value == 0)
+        _check_replica(Scrape(replica))
+        assert "device memory in MiB: weights" in (tmp_path / "inference.log").read_text()
+        await until(lambda: Scrape(registry).one("loraplex_registry_watch_lag_revisions").value == 0)
+        _check_registry(Scrape(registry))
 
-        def residents() -> str:
-            info = Scrape(port).samples.get("vllm:lora_requests_info")
-            return info[0].labels["running_lora_adapters"] if info else ""
 
-        await until(lambda: residents() == "pirate,pirate@1,namespaces/default/adapters/pirate")
-        await ask("poet")
-        await until(lambda: residents() == "poet")
-        scrape = Scrape(port)
-        assert scrape.one("vllm:num_gpu_loaded_lora_adapters").value == 1
-        assert scrape.by("loraplex_adapter_evictions_total", "reason")["slots"] == 1
-        assert scrape.one("vllm:lora_adapter_load_seconds_count").value == 2
-        levels = {(s.labels["adapter_name"], s.labels["level"]) for s in scrape.samples["vllm:lora_adapter_loaded"]}
-        assert {("poet", "gpu"), ("poet", "cpu"), ("pirate", "cpu")} <= levels
+def calls(scrape: Scrape, name: str = "loraplex_calls_total") -> dict[tuple[str, str], float]:
+    return {(s.labels["rpc"], s.labels["code"]): s.value for s in scrape.samples.get(name, [])}
+
+
+def residents(port: int) -> str:
+    info = Scrape(port).samples.get("vllm:lora_requests_info")
+    return info[0].labels["running_lora_adapters"] if info else ""
+
+
+def adapter_tokens(scrape: Scrape) -> dict[tuple[str, str], float]:
+    samples = scrape.samples["loraplex_adapter_tokens_total"]
+    return {(s.labels["adapter_name"], s.labels["kind"]): s.value for s in samples if s.value}
+
+
+def _check_replica(scrape: Scrape) -> None:
+    assert scrape.by("vllm:request_success_total", "finished_reason") == {"length": 6}
+    assert scrape.by("loraplex_request_errors_total", "reason") == {"ADAPTER_NOT_FOUND": 1}
+    assert scrape.one("vllm:generation_tokens_total").value == 17
+    assert scrape.one("vllm:prompt_tokens_total").value == 18
+    assert scrape.one("vllm:time_to_first_token_seconds_count").value == 6
+    assert scrape.one("vllm:inter_token_latency_seconds_count").value == 11
+    assert scrape.one("vllm:request_prefill_time_seconds_sum").value > 0, "admission was before the step, not after"
+    assert scrape.one("vllm:num_requests_running").value == 0
+    assert scrape.by("loraplex_up", "process") == {"engine": 1, "adapters": 1}
+    assert scrape.by("loraplex_memory_bytes", "kind")["adapter_arena"] == 1 << 20
+    assert scrape.by("loraplex_memory_bytes", "kind")["weights"] > 0
+    assert scrape.one("vllm:num_gpu_loaded_lora_adapters").value == 1
+    assert scrape.by("loraplex_slots", "state") == {"used": 1, "free": 0}
+    assert scrape.by("loraplex_adapter_evictions_total", "reason")["slots"] == 1
+    assert scrape.one("vllm:lora_adapter_load_seconds_count").value == 2
+    levels = {(s.labels["adapter_name"], s.labels["level"]) for s in scrape.samples["vllm:lora_adapter_loaded"]}
+    assert {("poet", "gpu"), ("poet", "cpu"), ("pirate", "cpu")} <= levels
+    assert adapter_tokens(scrape) == {
+        ("base model", "prompt"): 6, ("base model", "generated"): 10,
+        ("default/pirate@1", "prompt"): 9, ("default/pirate@1", "generated"): 6,
+        ("default/poet@1", "prompt"): 3, ("default/poet@1", "generated"): 1,
+    }  # fmt: skip
+    waits = scrape.by("loraplex_queue_wait_seconds_count", "reason")
+    assert waits == {"files": 6, "adapter": 6, "capacity": 6}
+    assert scrape.one("loraplex_registry_revision").value > 0
+    assert 0 <= scrape.one("loraplex_registry_silence_seconds").value < 60
+
+
+def _check_registry(scrape: Scrape) -> None:
+    """Of the registry that the replica asked and watches."""
+    told = calls(scrape, "loraplex_registry_requests_total")
+    assert told["RegisterAdapter", "OK"] == 2
+    assert told["ResolveAdapter", "NOT_FOUND"] == 1
+    assert told["ResolveAdapter", "OK"] >= 2
+    assert scrape.one("loraplex_registry_watchers").value == 1
+    assert scrape.one("loraplex_registry_database_up").value == 1
 
 
 def test_reports_survive_encoding() -> None:

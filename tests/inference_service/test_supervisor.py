@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -45,7 +44,7 @@ def written(log: Path) -> list[str]:
 
 async def lines(log: Path, count: int) -> list[str]:
     """The first `count` lines of a child's file, when they are there."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(written(log)) < count:  # noqa: ASYNC110 - another process writes it
             await asyncio.sleep(0.01)
     return written(log)
@@ -61,7 +60,7 @@ async def test_a_dead_engine_is_told_and_restarted_and_sigterm_ends_all_in_order
     assert (await lines(engine, 2))[1].endswith('"restart"')
     assert (await lines(api, 3))[1:] == ['{"event": "engine_down"}', '{"event": "engine_up"}']
     os.kill(os.getpid(), signal.SIGTERM)
-    assert await asyncio.wait_for(running, 10) == 0
+    assert await asyncio.wait_for(running, 60) == 0
     assert (await lines(engine, 3))[-1] == (await lines(api, 4))[-1] == "term"
     assert api.stat().st_mtime_ns <= engine.stat().st_mtime_ns  # the API processes end first
     assert supervisor.failure is None
@@ -73,7 +72,7 @@ async def test_children_that_fail_again_and_again_end_the_replica_with_their_rea
     code = "import sys; sys.stdin.readline(); print('error: ADAPTER_INVALID: no', file=sys.stderr); sys.exit(1)"
     bad = ChildSpec("engine", (sys.executable, "-S", "-c", code), b"", b"", stage=1, grace=5.0)
     supervisor = Supervisor([bad, spec("api", tmp_path / "api", stage=0)], FAST)
-    assert await asyncio.wait_for(supervisor.run(), 20) == 1
+    assert await asyncio.wait_for(supervisor.run(), 60) == 1
     assert supervisor.failure == "the engine process ended with exit code 1: ADAPTER_INVALID: no"
     assert "error: ADAPTER_INVALID" not in capfd.readouterr().err  # left to whoever reports the failure
 
@@ -92,17 +91,15 @@ async def test_a_child_s_last_words_are_repeated(words: str, said: str) -> None:
     code = f"import json, os, sys; {words}; sys.exit(1)"
     bad = ChildSpec("adapters", (sys.executable, "-S", "-c", code), b"", b"", stage=1, grace=5.0)
     supervisor = Supervisor([bad], FAST._replace(max_failed_starts=1))
-    assert await asyncio.wait_for(supervisor.run(), 20) == 1
+    assert await asyncio.wait_for(supervisor.run(), 60) == 1
     assert supervisor.failure.endswith(f": {said}" if said else "was killed by SIGKILL")
 
 
 async def test_a_wrong_configuration_is_not_tried_twice() -> None:
-    started = time.monotonic()
     bad = ChildSpec("api", (sys.executable, "-S", "-c", "raise SystemExit(2)"), b"", b"", stage=0, grace=5.0)
-    supervisor = Supervisor([bad], RestartPolicy(first_delay=30.0))
-    assert await asyncio.wait_for(supervisor.run(), 20) == 2
+    supervisor = Supervisor([bad], RestartPolicy(first_delay=300.0))
+    assert await asyncio.wait_for(supervisor.run(), 60) == 2
     assert supervisor.failure == "the api process ended with exit code 2"
-    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("code", [1, 2])
@@ -118,7 +115,7 @@ sys.exit({code})
 """
     child = ChildSpec("engine", (sys.executable, "-S", "-c", program), b"", b"", stage=1, grace=5.0)
     supervisor = Supervisor([child], FAST._replace(quick_seconds=60.0))
-    assert await asyncio.wait_for(supervisor.run(), 20) == code
+    assert await asyncio.wait_for(supervisor.run(), 60) == code
     assert len(written(lives)) == 4 + FAST.max_failed_starts
     assert supervisor.failure == f"the engine process ended with exit code {code}"
 
@@ -128,11 +125,11 @@ async def test_only_the_ready_line_of_standard_output_is_kept_back(capfd: pytest
     child = ChildSpec("engine", (sys.executable, "-S", "-c", program), b"", b"", stage=1, grace=5.0)
     running = asyncio.create_task(Supervisor([child], RestartPolicy(first_delay=30.0)).run())
     out = ""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (out := out + capfd.readouterr().out):  # noqa: ASYNC110 - another process writes it
             await asyncio.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert await asyncio.wait_for(running, 10) == 0
+    assert await asyncio.wait_for(running, 60) == 0
     assert out + capfd.readouterr().out == "a result\n"
 
 
@@ -163,13 +160,13 @@ async def test_an_observer_hears_reports_and_events(capfd: pytest.CaptureFixture
     child = ChildSpec("api", argv, b"", b"", stage=1, grace=5.0, environment={"SAID": "7"})
     ears = Ears()
     running = asyncio.create_task(Supervisor([child], FAST, ears).run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while "api_up" not in ears.heard:  # noqa: ASYNC110 - another process is waited for
             await asyncio.sleep(0.01)
     assert ears.is_running
     assert set(ears.heard) == {"report 7", "api_down", "api_up"}
     os.kill(os.getpid(), signal.SIGTERM)
-    assert await asyncio.wait_for(running, 10) == 0
+    assert await asyncio.wait_for(running, 60) == 0
     assert not ears.is_running
     assert "report" not in capfd.readouterr().out
 
@@ -177,7 +174,7 @@ async def test_an_observer_hears_reports_and_events(capfd: pytest.CaptureFixture
 async def test_a_program_that_is_missing_ends_the_replica() -> None:
     missing = ChildSpec("engine", ("/no/such/program",), b"", b"", stage=1, grace=5.0)
     supervisor = Supervisor([missing])
-    assert await asyncio.wait_for(supervisor.run(), 20) == 1
+    assert await asyncio.wait_for(supervisor.run(), 60) == 1
     assert supervisor.failure.startswith("the engine process cannot be started")
 
 
@@ -188,7 +185,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: 
     running = asyncio.create_task(Supervisor([deaf]).run())
     await lines(log, 1)
     os.kill(os.getpid(), signal.SIGINT)
-    assert await asyncio.wait_for(running, 10) == 0
+    assert await asyncio.wait_for(running, 60) == 0
 
 
 async def test_children_hear_when_the_supervisor_dies(tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ def test_forbidden_tokens_are_never_chosen() -> None:
 @pytest.mark.parametrize("where", [slice(7, 8), slice(1070, 1071), slice(None)])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_row_that_is_not_finite_has_no_token_and_spoils_no_other(value: float, where: slice, filtered: bool) -> None:
-    rows, logits = sampling_rows(FILTERS), random(len(FILTERS), 1100, dtype=torch.float32)
+    filters = FILTERS[::2]
+    rows, logits = sampling_rows(filters), random(len(filters), 1100, dtype=torch.float32)
     before = sampling_triton.sample(logits, rows, filtered=filtered)
     logits[::2, where] = value
     expected = before.clone()

@@ -65,6 +65,7 @@ def few_rows(model: PeftModel) -> None:
             saved["default"].weight.copy_(kept)
 
 
+DTYPES = "saved in float64, float16, bfloat16, float8"
 SAVED, TOKENS = "modules_to_save", "trainable_token_indices"
 PATTERNS = {
     "target_modules": LINEARS, "r": 5, "lora_alpha": 11,
@@ -97,8 +98,10 @@ CASES: dict[str, Case] = {
     "excluded by regex": Case("target and layer rules", {"exclude_modules": r".*layers\.1\..*q_proj"}),
     "targets by regex": Case("target and layer rules", {"target_modules": r".*\.[02]\.(self_attn\.[qk]|mlp\.up)_proj"}),
     "all-linear": Case("target and layer rules", {"target_modules": "all-linear"}),
-    "saved in float16": Case("saved in float16, bfloat16", edit=files.saved_as(torch.float16)),
-    "saved in bfloat16": Case("saved in float16, bfloat16", edit=files.saved_as(torch.bfloat16)),
+    "saved in float16": Case(DTYPES, edit=files.saved_as(torch.float16)),
+    "saved in bfloat16": Case(DTYPES, edit=files.saved_as(torch.bfloat16)),
+    "saved in float64": Case(DTYPES, {"use_dora": True, "bias": "all"}, edit=files.saved_as(torch.float64)),
+    "saved in float8": Case(DTYPES, edit=files.saved_as(torch.float8_e4m3fn)),
     # ---- DoRA
     "dora": Case("DoRA", {"use_dora": True}),
     "dora on all-linear": Case("DoRA", {"use_dora": True, "target_modules": "all-linear"}),
@@ -123,6 +126,10 @@ CASES: dict[str, Case] = {
     "embed_tokens": Case("LoRA on embed_tokens", {"target_modules": ["embed_tokens", "v_proj"]}),
     "embed_tokens alone": Case("LoRA on embed_tokens", {"target_modules": ["embed_tokens"]}),
     "lm_head": Case("LoRA on lm_head", {"target_modules": ["lm_head", "q_proj"]}),
+    "lm_head in blocks": Case(
+        "BD-LoRA",
+        {"target_modules": ["lm_head", "o_proj"], "use_bdlora": BdLoraConfig(["o_proj"], ["lm_head"], nblocks=4)},
+    ),
     "lm_head with lora_bias": Case(
         "LoRA on lm_head", {"target_modules": ["lm_head"], "lora_bias": True}
     ),
@@ -188,6 +195,16 @@ CASES: dict[str, Case] = {
         "older layouts", moved=files.renamed("base_model.model.model.", "base_model.model.model.language_model.")
     ),
 }  # fmt: skip
+
+
+def default_cases(base: str) -> set[str]:
+    """The first case of each kind that the base model has, which every run serves if the base model is a default."""
+    first: dict[str, str] = {}
+    for name, case in CASES.items():
+        if base in case.bases:
+            first.setdefault(case.kind, name)
+    return set(first.values())
+
 
 # Tried on SmolLM2 too.
 SMOLLM2 = (

@@ -1,4 +1,4 @@
-"""One world per base model, made when a test first asks for it."""
+"""One world per base model, made of what the chosen tests ask for when the first of them does."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -7,7 +7,6 @@ import pytest
 
 from examples.stack import MODEL
 from tests.kinds.bases import build
-from tests.kinds.cases import CASES, SMOLLM2
 from tests.kinds.report import Report
 from tests.kinds.world import World, one_thread
 
@@ -17,18 +16,21 @@ Worlds = Callable[[str], World]
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     """The world of a base model, after everything has been served. What broke it breaks every test that asks."""
+
+    def asked(base: str) -> list[str]:
+        params = [getattr(item, "callspec").params for item in request.session.items if hasattr(item, "callspec")]  # noqa: B009 - mypy does not know it
+        return [found["case"] for found in params if "case" in found and found.get("base", "smollm2") == base]
 
     @cache
     def made(name: str) -> tuple[World, Exception | None]:
         folder = tmp_path_factory.mktemp(name)
         if name == "smollm2":
-            world = World(name, MODEL, SMOLLM2, folder, MODEL_FLAGS, strength=0.06)
-            return world, _broken(lambda: one_thread(world.run))
-        build(name, folder / "base")
-        cases = [case for case in CASES if name in CASES[case].bases]
-        world = World(name, folder / "base", cases, folder, TINY_FLAGS, strength=0.15)
+            world = World(name, MODEL, asked(name), folder, MODEL_FLAGS, strength=0.06)
+        else:
+            build(name, folder / "base")
+            world = World(name, folder / "base", asked(name), folder, TINY_FLAGS, strength=0.15)
         return world, _broken(lambda: one_thread(world.run))
 
     def get(name: str) -> World:

@@ -15,7 +15,12 @@ Edit = Callable[[Path], Path]
 
 def saved_as(dtype: torch.dtype) -> Edit:
     """Its tensors in another dtype."""
-    return _tensors(lambda tensors: {name: tensor.to(dtype) for name, tensor in tensors.items()})
+    return every_tensor(lambda _, tensor: tensor.to(dtype))
+
+
+def every_tensor(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Edit:
+    """`change` makes each of them, by its name, another."""
+    return _tensors(lambda tensors: {name: change(name, tensor) for name, tensor in tensors.items()})
 
 
 def renamed(old: str, new: str) -> Edit:

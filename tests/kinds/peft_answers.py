@@ -48,6 +48,7 @@ def save_trained(name: str, case: Case, base: Path, folder: Path, strength: floa
             if parameter.requires_grad:
                 _train(key, parameter, strength, counts_from_start=case.repaired)
     case.train(model)
+    model.create_or_update_model_card = lambda folder: None  # nobody reads it, and it takes a third of the time
     model.save_pretrained(folder, save_embedding_layers=True if case.extra_vocab else "auto")
     case.edit(folder)
 
@@ -89,6 +90,13 @@ class PeftAnswers:
         model.add_weighted_adapter(names, list(parts.values()), "blend", combination_type="cat")
         model.set_adapter("blend")
         return cls(model.eval(), base)
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, prompt: Sequence[int]) -> torch.Tensor:
+        """Of the tokens from the second on, and of the best one behind the last: `[len(prompt)]`."""
+        logprobs = torch.log_softmax(self.model(input_ids=torch.tensor([prompt])).logits[0], -1)
+        following = logprobs[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        return torch.cat([following, logprobs[-1:].amax(1)])
 
     def compare(
         self, prompt: Sequence[int], answer: Sequence[int], logprobs: Sequence[float], prompt_logprobs: Sequence[float]

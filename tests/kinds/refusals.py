@@ -82,7 +82,8 @@ REFUSALS: dict[str, Refusal] = {
         {"init_lora_weights": "pissa_niter_4"},
     ),
     "corda": by_key("init_lora_weights", "corda", "path_initial_model_for_weight_conversion"),
-    "loftq": by_key("init_lora_weights", "loftq"),
+    "loftq": by_key("init_lora_weights", "loftq", "merge_and_unload"),
+    "converted from loftq": by_key("loftq_config", {"loftq_bits": 4}, "merge_and_unload"),
     "lora_ga": by_key("init_lora_weights", "lora_ga", "path_initial_model_for_weight_conversion"),
     "an unknown initialisation": by_key("init_lora_weights", "better", "gaussian"),
     # ---- what is no LoRA on this model
@@ -90,7 +91,7 @@ REFUSALS: dict[str, Refusal] = {
         UNSUPPORTED, ("peft_type", "IA3", "LORA"),
         IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
     ),
-    "monteclora": by_key("monteclora_config", {"num_samples": 4}, "plain LoRA"),
+    "monteclora": by_key("monteclora_config", {"num_samples": 4}, "save_as_lora"),
     "arrow": by_key("arrow_config", {"top_k": 2}, "routes"),
     "layer_replication": by_key("layer_replication", [[0, 2], [1, 3]], "without"),
     "target_parameters": by_key("target_parameters", ["mlp.experts.gate_up_proj"], "target_modules"),
@@ -101,9 +102,8 @@ REFUSALS: dict[str, Refusal] = {
     "rank above the limit": Refusal(UNSUPPORTED, ("rank 600", "512"), {"r": 600}),
     "pickle": Refusal(UNSUPPORTED, ("adapter_model.bin", "safe_serialization"), edit=_pickled),
     "in shards": Refusal(UNSUPPORTED, ("00001-of-00002", files.WEIGHTS), edit=_in_shards),
-    "float64": by_tensors(
-        lambda tensors: tensors.update({name: tensor.double() for name, tensor in tensors.items()}),
-        "F64", "float32", reason=UNSUPPORTED,
+    "whole numbers": by_tensors(
+        lambda tensors: tensors.update({name: tensor.int() for name, tensor in tensors.items()}), "I32", "BF16"
     ),
     # ---- files that contradict themselves or the model
     "rank by pattern": by_key("rank_pattern", {"q_proj": 4}, "lora_A", "has rank 8", "says 4", reason=INVALID),

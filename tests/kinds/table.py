@@ -22,19 +22,28 @@ _VLLM = "https://github.com/vllm-project/vllm"
 ELSEWHERE: dict[str, str] = {
     "LoRA": f"[vLLM]({_VLLM_CONFIG}), [SGLang]({_SGLANG}), [LoRAX]({_LORAX})",
     "rsLoRA": f"[vLLM]({_VLLM_CONFIG}), [LoRAX]({_LORAX})",
-    "rank_pattern, alpha_pattern": f"not read by [vLLM]({_VLLM_CONFIG}), [LoRAX]({_LORAX})",
+    "rank_pattern, alpha_pattern": f"read by [SGLang]({_SGLANG}), not by [vLLM]({_VLLM_CONFIG}), [LoRAX]({_LORAX})",
     "DoRA": f"refused by [vLLM]({_VLLM_CONFIG}), [open]({_VLLM}/pull/47395)",
+    "DoRA on embed_tokens": f"refused by [vLLM]({_VLLM_CONFIG})",
+    "DoRA on lm_head": f"refused by [vLLM]({_VLLM_CONFIG})",
     "LoRA on embed_tokens": f"[vLLM]({_VLLM}/pull/28545)",
     "LoRA on lm_head": f"[vLLM]({_VLLM}/pull/28545)",
     "modules_to_save embed_tokens, lm_head": f"refused by [vLLM]({_VLLM_CONFIG})",
     "modules_to_save norms": f"refused by [vLLM]({_VLLM_CONFIG})",
+    "trainable_token_indices": f"not read by [vLLM]({_VLLM_CONFIG})",
+    "BD-LoRA": f"[open]({_VLLM}/pull/28136) in vLLM",
+    "PiSSA, OLoRA, KaSA (converted)": f"init_lora_weights is not read by [vLLM]({_VLLM_CONFIG})",
+    "blends": "[LoRAX](https://github.com/predibase/lorax/pull/212), of the factors",
     "added vocabulary": f"[removed from vLLM]({_VLLM}/pull/28382)",
     "aLoRA": (f"not [vLLM]({_VLLM}/pull/19710), not [SGLang](https://github.com/sgl-project/sglang/issues/16942)"),
 }
 # What `refusals.py` tests, in a word each.
 REFUSED = (
     ("PiSSA, OLoRA, KaSA as saved", "no: `loraplex adapter convert`"),
-    ("pissa_niter, CorDA, LoftQ, LoRA-GA as saved", "no"),
+    (
+        "pissa_niter, CorDA, LoftQ, LoRA-GA as saved",
+        "no: the error says what makes a plain LoRA of it, or a base model",
+    ),
     ("experts (target_parameters)", "no"),
     ("layer_replication, Monte-CLoRA, Arrow, saved linears", "no"),
 )

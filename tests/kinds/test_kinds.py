@@ -5,7 +5,7 @@ import pytest
 from tests.kinds.bases import BASES
 from tests.kinds.blends import BLENDS
 from tests.kinds.blends import KIND as BLENDS_KIND
-from tests.kinds.cases import CASES, SMOLLM2
+from tests.kinds.cases import CASES, SMOLLM2, default_cases
 from tests.kinds.conftest import Worlds
 from tests.kinds.report import Report
 from tests.kinds.world import MAX_TOKENS, NUM_REQUESTS, Outcome
@@ -20,18 +20,20 @@ pytestmark = [
 ]
 
 
-def mark(base: str) -> list[pytest.MarkDecorator]:
-    """Default runs try default base models only."""
-    return [] if BASES[base].is_default else [pytest.mark.slow]
+def mark(is_default: bool) -> list[pytest.MarkDecorator]:
+    return [] if is_default else [pytest.mark.slow]
 
 
+# Default runs try every kind on default base models only, one tied and one not; slow ones every case on all.
 PAIRS = [
-    pytest.param(base, case, id=f"{base}-{case}", marks=mark(base))
+    pytest.param(
+        base, case, id=f"{base}-{case}", marks=mark(BASES[base].is_default and case in {*default_cases(base), *BLENDS})
+    )
     for base in BASES
     for case in (*CASES, *BLENDS)
     if case in BLENDS or base in CASES[case].bases
 ]
-NAMES = [pytest.param(base, marks=mark(base)) for base in BASES]
+NAMES = [pytest.param(base, marks=mark(BASES[base].is_default)) for base in BASES]
 
 
 @pytest.mark.parametrize(("base", "case"), PAIRS)
@@ -48,6 +50,14 @@ def test_few_tokens_are_ties(base: str, world: Worlds) -> None:
     assert sum(one.ties for one in found) <= max(2, sum(one.tokens for one in found) // 100)
 
 
+def test_default_runs_try_every_kind_tied_and_untied() -> None:
+    default = [base for base in BASES if BASES[base].is_default]
+    assert {BASES[base].is_tied for base in default} == {False, True}
+    for base in default:
+        assert {CASES[case].kind for case in default_cases(base)} == {case.kind for case in CASES.values()}
+
+
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("case", [*SMOLLM2, *BLENDS])
 def test_on_a_real_model(case: str, world: Worlds) -> None:

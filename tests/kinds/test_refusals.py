@@ -1,16 +1,20 @@
 """What cannot be served exactly is refused when it is registered, with what is wrong and what can be done."""
 
 import asyncio
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from examples.stack import REGISTRY_SERVICE, ServerProcess, free_address, register
+from examples.stack import register
 from loraplex import Client, LoraplexError
 from loraplex.registry.v1 import registry_pb2
+from registry_service.config import RegistryConfig
+from registry_service.server import start
 from tests.kinds.bases import build
 from tests.kinds.refusals import REFUSALS
 from tests.kinds.world import slug
@@ -26,31 +30,30 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Refused:
     """What a real registry says to every one of them."""
     folder = tmp_path_factory.mktemp("refusals")
     build("llama", folder / "base")
-    for name in REFUSALS:
-        save(name, folder)
+    saved: dict[str, Path] = {}  # by what PEFT was asked for: most are one adapter, spoiled in different ways
+    for name, refusal in REFUSALS.items():
+        asked, place = repr(refusal.config), folder / "store" / slug(name)
+        if asked not in saved:
+            saved[asked] = folder / f"saved {len(saved)}"
+            save(refusal.config, folder / "base", saved[asked])
+        refusal.edit(shutil.copytree(saved[asked], place))
     return asyncio.run(register_all(folder))
 
 
-def save(name: str, folder: Path) -> None:
-    """Makes the adapter with PEFT and spoils it."""
+def save(keys: Any, base: Path, folder: Path) -> None:
+    """Makes an adapter with PEFT."""
     torch.manual_seed(1)
-    keys = REFUSALS[name].config
     if not isinstance(keys, PeftConfig):
         keys = LoraConfig(**{"r": 8, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **keys})
-    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    get_peft_model(base, keys).save_pretrained(folder / "store" / slug(name))
-    REFUSALS[name].edit(folder / "store" / slug(name))
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), keys).save_pretrained(folder)
 
 
 async def register_all(folder: Path) -> Refused:
-    """With a registry as a process of its own, as users have it."""
-    flags = [f"--database=sqlite:///{folder}/registry.db", f"--file-root=store={folder}/store"]
-    server = ServerProcess("registry_service", flags, free_address(), REGISTRY_SERVICE, folder / "registry.log")
+    database, roots = f"sqlite:///{folder}/registry.db", {"store": str(folder / "store")}
+    registry = await start(RegistryConfig(listen="127.0.0.1:0", database=database, file_roots=roots))
     found: Refused = {}
     try:
-        await server.start()
-        await server.ready(60)
-        async with Client(registry=server.address) as client:
+        async with Client(registry=f"127.0.0.1:{registry.port}") as client:
             config = (folder / "base" / "config.json").read_text()
             request = registry_pb2.RegisterBaseModelRequest(id="llama", config_json=config)
             await client.call(client.registry.RegisterBaseModel(request))
@@ -61,7 +64,7 @@ async def register_all(folder: Path) -> Refused:
                 except LoraplexError as error:
                     found[name] = error
     finally:
-        assert await server.stop() == 0
+        await registry.stop()
     return found
 
 

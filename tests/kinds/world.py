@@ -21,7 +21,7 @@ from tests.kinds.peft_answers import PeftAnswers, save_trained
 
 # The first holds aLoRA's invocation and trained tokens; the second neither.
 PROMPTS = ([250, 3, 200, 17, 90, 41, 5, 9, 31, 60, 7, 8], list(range(100, 133)))
-MAX_TOKENS = 10
+MAX_TOKENS = 8
 NUM_REQUESTS = 3  # of every case
 FLAGS = (
     "--dtype=float32", "--device=cpu", "--threads=1", "--max-num-seqs=128", "--max-adapters=128", "--max-model-len=128",
@@ -57,7 +57,7 @@ class World:
     Args:
         name: Of the base model.
         base: Folder of the base model.
-        cases: Names of cases.
+        cases: Names of cases and of blends, whose parts are made too.
         folder: Where adapters, caches and logs go.
         flags: More flags of the inference service.
         strength: How far A and B are from zero.
@@ -66,9 +66,11 @@ class World:
     def __init__(
         self, name: str, base: Path, cases: Sequence[str], folder: Path, flags: Sequence[str], strength: float
     ) -> None:
-        self.outcomes = {case: Outcome() for case in [*cases, *BLENDS]}
+        parts = [part for name in cases if name in BLENDS for part in BLENDS[name].parts]
+        self._blends = [name for name in cases if name in BLENDS]
+        self._cases = list(dict.fromkeys(name for name in (*cases, *parts) if name not in BLENDS))
+        self.outcomes = {name: Outcome() for name in (*self._cases, *self._blends)}
         self._name = name
-        self._cases = cases
         self._base = base
         self._store = folder / "store"
         self._run = folder / "run"
@@ -112,8 +114,9 @@ class World:
             await wait_for_base_model(client, self._name)
             for case, (folder, _) in made.items():
                 await self._register(client, case, folder)
-            for name, blend in BLENDS.items():
-                parts = [{"reference": slug(part), "weight": weight} for part, weight in blend.parts.items()]
+            for name in self._blends:
+                weights = BLENDS[name].parts.items()
+                parts = [{"reference": slug(part), "weight": weight} for part, weight in weights]
                 self._requests[name] = {"request": {"blend": parts}}
             for name in self._requests:
                 await self._request(client, name, 0, with_prompt=True)

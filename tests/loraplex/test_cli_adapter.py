@@ -127,6 +127,21 @@ def test_on_a_terminal_only_free_text_is_folded(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    ("width", "header"), [(80, "NAME TEXT SIZE"), (44, "NAME TEXT SIZE"), (43, "NAME SIZE"), (17, "NAME")]
+)
+def test_a_narrow_terminal_is_spared_columns(monkeypatch, capsys, width, header):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    rows = [("n" * 10, "many words " * 5, "1 MB"), ("m", "-", "2 MB")]
+    print_table(("NAME", "TEXT", "SIZE"), rows, fold="TEXT", spare=("TEXT", "SIZE"))
+    out, err = capsys.readouterr()
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()
+    assert lines[0].split() == header.split()
+    assert max(map(len, lines)) <= width
+    assert [column for column in ("TEXT", "SIZE") if column in err] == [c for c in ("TEXT", "SIZE") if c not in header]
+
+
+@pytest.mark.parametrize(
     ("number", "shown"), [(0, 0), (2**53 - 1, 2**53 - 1), (2**53, str(2**53)), (-(2**53), str(-(2**53)))]
 )
 def test_integers_in_json(number, shown):

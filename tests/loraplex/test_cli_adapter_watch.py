@@ -55,7 +55,7 @@ def test_it_prints_as_changes_happen_and_ends_with_control_c(servers, register):
             register(name)
             assert any(name in line for line in iter(process.stdout.readline, ""))
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
 

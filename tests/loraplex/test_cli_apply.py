@@ -84,6 +84,19 @@ def test_applying_twice_changes_nothing(apply):
     assert result(apply({"name": "twice"})) == (0, "unchanged", "")
 
 
+def test_a_new_version_and_its_aliases_are_one_change(apply, cli):
+    def revision():
+        return json.loads(cli("adapter", "watch", "--json", "--once").out.splitlines()[-1])["revision"]
+
+    apply({"name": "at-once"})
+    before = revision()
+    entry = {"name": "at-once", "source": "file://main/two", "aliases": ["prod", "stable"]}
+    assert result(apply(entry)) == (0, "registered", "prod→2; stable→2")
+    assert revision() == before + 1
+    assert result(apply({**entry, "aliases": {"prod": 1, "stable": 1}})) == (0, "unchanged", "")
+    assert revision() == before + 1
+
+
 def test_an_alias_that_moves_is_an_update(apply, cli):
     apply({"name": "moving", "aliases": ["prod"]}, {"name": "moving", "source": "file://main/two"})
     assert result(apply({"name": "moving", "source": "file://main/two", "aliases": ["prod"]})) == (

@@ -163,7 +163,7 @@ def test_on_a_terminal_it_is_refreshed_until_ctrl_c(servers):
         servers.fake.status = STATUS
         _read_until(master, b"42.00 MB of 84.00 MB")
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

@@ -44,6 +44,8 @@ CASES = {
     },
     "olora with biases": {"init_lora_weights": "olora", "bias": "all"},
     "kasa with rslora": {"kasa_config": KasaConfig(), "use_rslora": True},
+    "pissa with dora": {"init_lora_weights": "pissa", "use_dora": True},
+    "olora with a saved norm": {"init_lora_weights": "olora", "modules_to_save": ["model.norm"]},
 }  # fmt: skip
 
 
@@ -202,6 +204,27 @@ def test_refused_for_what_is_or_is_not_there(base, tmp_path):
         convert(adapter, empty, tmp_path / "plain", silent)
     with pytest.raises(InvalidArgument, match="exists"):
         convert(adapter, base, adapter, silent)
+
+
+def test_base_weights_that_are_not_sound(base, tmp_path):
+    adapter = trained(base, tmp_path / "adapter", init_lora_weights="pissa")
+    broken = shutil.copytree(base, tmp_path / "broken")
+    weights = load_file(base / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 4] = torch.nan
+    save_file(weights, broken / "model.safetensors")
+    with pytest.raises(InvalidArgument, match=r"layers\.1\.mlp\.down_proj.weight holds NaN"):
+        convert(adapter, broken, tmp_path / "plain", silent)
+    (broken / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes()[:-9])
+    with pytest.raises(InvalidArgument, match="truncated"):
+        convert(adapter, broken, tmp_path / "plain", silent)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "broken"]
+
+
+def test_a_base_model_of_another_name_is_told(base, tmp_path):
+    adapter = trained(base, tmp_path / "below" / "mine", init_lora_weights="olora")
+    other = shutil.copytree(base, tmp_path / "other")
+    (told,) = convert(adapter.parent, other, tmp_path / "plain", silent).warnings  # in a folder by its name
+    assert str(base) in told
 
 
 def test_a_rank_whose_double_is_not_served(tmp_path):

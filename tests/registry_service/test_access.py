@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import uuid
 
 import grpc
 import pytest
@@ -191,3 +192,31 @@ async def test_changes_are_written_down_and_secrets_are_not(stub, folders, caplo
     everything = "\n".join(str(vars(record)) for record in caplog.records)
     for subject in (*CALLERS, "unknown"):
         assert token(subject) not in everything
+
+
+async def test_another_tenants_digest_opens_nothing(stub, folders):
+    """A digest is content's name, and no key to it: neither below an adapter of one's own, nor below theirs."""
+    theirs = pb.RegisterAdapterRequest(
+        parent="namespaces/team-b", adapter_id="a", base_model="tiny", source={"uri": folders.write("theirs", seed=7)}
+    )
+    digest = (await stub.RegisterAdapter(theirs, metadata=bearer("admin-all"))).version.digest
+    for reference in (f"team-a/a@{digest}", f"a@{digest}", f"team-b/a@{digest}"):
+        request = pb.ResolveAdapterRequest(reference=reference)
+        assert await outcome(stub.ResolveAdapter, request, bearer("admin-a")) == "ADAPTER_NOT_FOUND"
+    request = pb.ResolveAdapterRequest(reference=f"team-b/a@{digest}")
+    assert await outcome(stub.ResolveAdapter, request, bearer("replica")) == "PASS"
+
+
+async def test_another_callers_request_id_answers_nothing(stub, folders):
+    """Who guesses the id of a registration gets one of its own, not that one's answer or error."""
+    request_id = str(uuid.uuid4())
+    names = []
+    for caller, namespace in (("writer-a", "team-a"), ("admin-all", "team-b"), ("admin-all", "team-a")):
+        request = pb.RegisterAdapterRequest(
+            parent=f"namespaces/{namespace}", adapter_id=f"of-{caller}", base_model="tiny", request_id=request_id,
+            source={"uri": folders.write()},
+        )  # fmt: skip
+        done = await stub.RegisterAdapter(request, metadata=bearer(caller))
+        assert done.created
+        names.append(done.version.name)
+    assert len(set(names)) == 3

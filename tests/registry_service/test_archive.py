@@ -70,6 +70,15 @@ async def test_a_restored_registry_is_as_it_was(
         await server.stop()
 
 
+async def test_an_export_of_an_older_version_is_restored(config, registered, tmp_path):
+    lines = await exported(config.database)
+    url = f"sqlite:///{tmp_path}/new.db"
+    older = json.dumps({**json.loads(lines[0]), "schema": "0003"})
+    assert archive.restore(url, io.StringIO("\n".join([older, *lines[1:]]))) == len(lines) - 2
+    assert export(url)[3:] == lines[3:]
+    migrations.check(url)
+
+
 async def test_what_is_no_export_restores_nothing(config, registered, tmp_path):
     lines = await exported(config.database)
     url = f"sqlite:///{tmp_path}/new.db"

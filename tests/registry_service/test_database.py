@@ -1,9 +1,11 @@
 import asyncio
+import contextlib
+import json
 
 import psycopg
 import pytest
 import sqlalchemy
-from sqlalchemy import select, text, update
+from sqlalchemy import bindparam, select, text, update
 
 from registry_service import migrations
 from registry_service.config import RegistryConfig
@@ -11,6 +13,9 @@ from registry_service.database import Database
 from registry_service.models import AliasTarget, RegistryState
 from registry_service.server import start
 from shared.errors import RegistryUnavailable
+from tests.registry_service import conftest
+
+TINY = json.dumps(conftest.TINY)
 
 
 @pytest.fixture
@@ -37,7 +42,7 @@ async def test_concurrent_writers_lose_nothing(database):
 async def test_readers_do_not_wait_for_a_writer(database):
     async def slow(session):
         await add_one(session)
-        return await asyncio.wait_for(database.read(lambda other: other.scalar(select(RegistryState.revision))), 5)
+        return await asyncio.wait_for(database.read(lambda other: other.scalar(select(RegistryState.revision))), 60)
 
     assert await database.write(slow) == 0
 
@@ -64,6 +69,39 @@ async def test_constraints_are_kept(database):
 async def test_mistakes_are_not_called_unavailable(database):
     with pytest.raises(sqlalchemy.exc.DBAPIError):
         await database.read(lambda session: session.execute(text("SELECT nothing FROM nowhere")))
+
+
+async def test_a_select_alone_sees_what_is_committed(database):
+    revision = select(RegistryState.revision).where(RegistryState.id == bindparam("which"))
+    writing, written = asyncio.Event(), asyncio.Event()
+
+    async def slow(session):
+        await add_one(session)
+        writing.set()
+        await written.wait()
+
+    changing = asyncio.ensure_future(database.write(slow))
+    await writing.wait()
+    assert (await database.rows(revision, {"which": 1}))[0].revision == 0
+    written.set()
+    await changing
+    assert (await database.rows(revision, {"which": 1}))[0].revision == 1
+    assert await database.rows(revision, {"which": 2}) == []
+    with pytest.raises(sqlalchemy.exc.DBAPIError):
+        await database.rows(text("SELECT nothing FROM nowhere"), {})
+
+
+async def test_a_select_alone_outlives_its_connections(postgres, migrated_postgres):
+    """They are not tried before they are used: that would cost as much as the SELECT."""
+    database = Database(migrated_postgres)
+    query = select(RegistryState.id)
+    name = psycopg.conninfo.conninfo_to_dict(migrated_postgres)["dbname"]
+    with psycopg.connect(postgres.format("postgres"), autocommit=True) as connection:
+        for _ in range(3):
+            found = await asyncio.gather(*(database.rows(query, {}) for _ in range(6)))
+            assert [rows[0].id for rows in found] == [1] * 6
+            connection.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'")
+    await database.close()
 
 
 async def test_reads_cannot_write_on_postgres(migrated_postgres):
@@ -94,6 +132,32 @@ async def test_postgres_goes_away_and_comes_back(postgres, make_postgres, connec
     await registry("ListBaseModels")
     admin(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'")
     await registry("ListBaseModels")
+    await registry.close()
+    await server.stop()
+
+
+async def test_a_server_that_became_a_standby(postgres, make_postgres, connect):
+    """It reads and does not write; whoever is the primary later gets the writes, without a restart of the registry."""
+    url = make_postgres()
+    migrations.upgrade(url)
+    name = psycopg.conninfo.conninfo_to_dict(url)["dbname"]
+
+    def set_standby(value):
+        with psycopg.connect(postgres.format("postgres"), autocommit=True) as connection:
+            connection.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = {value}")
+
+    set_standby("on")
+    server = await start(RegistryConfig(listen="127.0.0.1:0", database=url))
+    registry = connect(server.port)
+    assert not (await registry("ListBaseModels")).base_models
+    for _ in range(2):
+        error = await registry.refused(RegistryUnavailable, "RegisterBaseModel", id="tiny", config_json=TINY)
+        assert error.retry_after
+    set_standby("off")
+    with contextlib.suppress(RegistryUnavailable):  # perhaps on a connection of before
+        await registry("RegisterBaseModel", id="tiny", config_json=TINY)
+    await registry("RegisterBaseModel", id="tiny", config_json=TINY)
+    assert (await registry("ListBaseModels")).base_models
     await registry.close()
     await server.stop()
 

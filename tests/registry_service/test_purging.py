@@ -52,11 +52,15 @@ async def test_nothing_goes_before_its_time(registry, purger, two_versions):
     assert (await registry("GetAdapterVersion", name="a@2")).state == 3
 
 
-async def test_a_version_goes(registry, running, purger, two_versions):
+async def test_a_version_goes(registry, running, purger, two_versions, caplog):
     await registry("DeleteAdapterVersion", name="a@2")
     await age(running, "adapter_versions")
-    assert await purger.purge() == Purged(0, 1, 0)
-    assert await purger.purge() == NONE
+    caplog.clear()
+    with caplog.at_level("INFO", "loraplex.audit"):
+        assert await purger.purge() == Purged(0, 1, 0)
+        assert await purger.purge() == NONE
+    (line,) = [record for record in caplog.records if record.name == "loraplex.audit"]
+    assert (line.subject, line.rpc, line.resource, line.outcome) == ("purge", "Purge", "default/a@2", "OK")
     await registry.refused(AdapterNotFound, "GetAdapterVersion", name="a@2")
     assert (await registry.resolve("a")).version.name[-1] == "1"
 

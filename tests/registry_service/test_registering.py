@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import json
-import time
 import uuid
 
 import numpy as np
@@ -298,10 +297,3 @@ async def test_all_wrong_fields_are_told_at_once(registry):
         "adapter_id", "source.uri", "base_model", "request_id", "description",
         "aliases[0]", "aliases[1]", "aliases[3]", "labels['']", "labels['k']",
     } == fields  # fmt: skip
-
-
-async def test_a_registration_is_fast(registry, folders):
-    uri = folders.write()
-    started = time.perf_counter()
-    await registry.register(uri=uri)
-    assert time.perf_counter() - started < 1

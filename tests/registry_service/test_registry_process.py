@@ -57,7 +57,7 @@ def test_it_serves_until_a_signal(tmp_path, signum):
         assert status == health_pb2.HealthCheckResponse.SERVING
     channel.close()
     process.send_signal(signum)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert out == ""
     assert [json.loads(line)["message"] for line in err.splitlines()][-1] == "the registry has stopped"
@@ -79,13 +79,13 @@ def test_open_watches_do_not_hold_its_end(tmp_path):
             with pytest.raises(grpc.RpcError) as caught:
                 next(watch)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
     assert process.returncode == 0
 
 
 def test_wrong_settings_are_told_together(tmp_path):
     process = run("--database", "mysql://x", "--file-root", "main", env={"LORAPLEX_REGISTRY_NOSUCH": "1"})
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     (line,) = err.splitlines()
     assert line.startswith("error: ")
@@ -156,12 +156,12 @@ def test_a_database_that_cannot_be_used_is_one_line(tmp_path, capsys):
 def test_migrate(make_postgres):
     url = make_postgres()
     process = run("--listen", "127.0.0.1:0", "--database", url)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert err.splitlines()[-1].startswith("error: the database is without tables")
     assert "loraplex registry migrate" in err
     process = run("migrate", "--database", url)
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert process.returncode == 0
 
 
@@ -179,7 +179,7 @@ async def test_a_taken_port(tmp_path):
     config = RegistryConfig(listen="127.0.0.1:0", database=f"sqlite:///{tmp_path}/r.db")
     server = await start(config)
     process = run("--listen", f"127.0.0.1:{server.port}", "--database", config.database)
-    _, err = await asyncio.to_thread(process.communicate, timeout=20)
+    _, err = await asyncio.to_thread(process.communicate, timeout=60)
     await server.stop()
     assert process.returncode == 2
     (line,) = (line for line in err.splitlines() if not line.startswith("{"))

@@ -225,7 +225,7 @@ async def test_a_source_that_hangs_does_not_keep_others_waiting(registry, hub, s
         for n, uri in enumerate(uris)
     ]
     await asyncio.sleep(0.3)
-    assert (await asyncio.wait_for(register(registry, s3.put("a", made), "store"), 5)).created
+    assert (await asyncio.wait_for(register(registry, s3.put("a", made), "store"), 60)).created
     for task in waiting:
         assert not task.done()
         task.cancel()

@@ -112,7 +112,7 @@ async def test_a_restored_database_is_noticed(filled, running):
         await session.execute(text("UPDATE registry_state SET revision = 2, epoch = :epoch"), epoch)
 
     await running.database.write(restore)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             try:
                 await filled.resolve("a")

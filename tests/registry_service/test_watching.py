@@ -235,7 +235,7 @@ async def _is_compacted(database, revision):
 
 
 async def _eventually(is_true):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await is_true():  # noqa: ASYNC110  # nothing tells when
             await asyncio.sleep(0.02)
 
@@ -369,12 +369,10 @@ async def test_watches_end_when_the_registry_does(config, connect):
     server = await start(config)
     registry = connect(server.port)
     found = await Watch(registry.stub).complete()
-    began = time.monotonic()
-    stopping = asyncio.ensure_future(server.stop(grace=60))
+    stopping = asyncio.ensure_future(server.stop(grace=3600))
     error = await found.refused(Draining)
     assert error.code == "UNAVAILABLE"
-    await stopping
-    assert time.monotonic() - began < 30
+    await stopping  # it waits for no watch
     await registry.close()
 
 

@@ -105,8 +105,11 @@ def count_queries(database, about=""):
         if about in statement:
             statements.append(statement)
 
-    event.listen(database.engine.sync_engine, "before_cursor_execute", note)
+    engines = [database.engine.sync_engine, getattr(database.lookups, "sync_engine", database.lookups)]
+    for engine in engines:
+        event.listen(engine, "before_cursor_execute", note)
     try:
         yield statements
     finally:
-        event.remove(database.engine.sync_engine, "before_cursor_execute", note)
+        for engine in engines:
+            event.remove(engine, "before_cursor_execute", note)

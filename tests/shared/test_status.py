@@ -22,7 +22,7 @@ def test_an_ordinary_error_is_told_in_full() -> None:
     assert (status.message, dict(info.metadata)) == ("é" * 400, {"tensor": "t" * 300})
 
 
-@pytest.mark.parametrize("text", ["x" * 100_000, "漢" * 100_000, "\0" * 100_000])
+@pytest.mark.parametrize("text", ["x" * 20_000, "漢" * 20_000, "\0" * 20_000])
 def test_everything_that_is_long_is_cut(text: str) -> None:
     many = {f"{i}{text}": text for i in range(100)}
     for error in (

@@ -8,16 +8,20 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from inference_service import server
 from loraplex.client import Client
+from loraplex.inference.v1 import control_pb2, inference_pb2
 from loraplex.registry.v1 import registry_pb2 as pb
 from loraplex.registry.v1.registry_pb2_grpc import AdapterRegistryServiceStub
 from registry_service.config import RegistryConfig
 from registry_service.server import SERVICE, start
 from shared.auth.certificates import CertificateIdentity
+from shared.auth.settings import AccessSettings
 from shared.channel import ClientIdentity, open_channel
 from shared.errors import AdapterNotFound, InvalidArgument, LoraplexError, PermissionDenied, Unauthenticated
 from shared.tls import client_credentials, server_credentials
-from tests.shared.auth.authority import Authority, Issuer
+from tests.inference_service.serving_fakes import FakeAdapters, FakeEngine, byte_model
+from tests.shared.auth.authority import Authority, Files, Issuer
 from tests.shared.auth.token_files import token, write_callers
 
 LOCAL_POOL = (("grpc.use_local_subchannel_pool", 1),)
@@ -52,8 +56,8 @@ async def serve():
         return f"localhost:{running[-1].port}"
 
     yield started
-    for server in running:
-        await server.stop()
+    for registry in running:
+        await registry.stop()
 
 
 async def models(target, identity):
@@ -185,3 +189,67 @@ def test_files_that_are_no_credentials(authority, tmp_path):
         with pytest.raises(InvalidArgument):
             open_channel("localhost:1", identity)
     assert "secret" not in repr(ClientIdentity(token="secret"))
+
+
+async def test_the_inference_service_knows_callers_by_their_certificates(authority):
+    """A reader's certificate opens Generate and not AdapterControlService, which needs an operator's."""
+    served = authority.issue("server", "localhost")
+    known = {
+        "app": CertificateIdentity(identity="CN=app", roles=("reader",), namespaces=("default",)),
+        "ops": CertificateIdentity(identity="CN=ops", roles=("operator",), namespaces=("default",)),
+    }
+    access = AccessSettings(
+        tls_cert=str(served.cert), tls_key=str(served.key), tls_client_ca=str(authority.cert), auth_certificates=known
+    )
+    api = await server.start("localhost:0", byte_model(), FakeEngine(), FakeAdapters(), access=access)
+    try:
+        for name, may_operate in (("app", False), ("ops", True)):
+            files = authority.issue(name)
+            identity = ClientIdentity(ca=str(authority.cert), cert=str(files.cert), key=str(files.key))
+            async with Client(f"localhost:{api.port}", identity=identity) as client:
+                events = [event async for event in client.generate("Hi", adapter="pirate", timeout=20)]
+                assert events[-1].HasField("finished")
+                load = client.control.LoadAdapter(control_pb2.LoadAdapterRequest(reference="pirate"), timeout=20)
+                if may_operate:
+                    await client.call(load)
+                else:
+                    with pytest.raises(PermissionDenied):
+                        await client.call(load)
+        async with Client(f"localhost:{api.port}", identity=ClientIdentity(ca=str(authority.cert))) as nobody:
+            with pytest.raises(LoraplexError):
+                await nobody.call(nobody.inference.GetModelInfo(inference_pb2.GetModelInfoRequest(), timeout=5))
+    finally:
+        await api.stop(0.0)
+
+
+async def test_a_clients_certificate_is_followed_under_an_open_stream(serve, settings, authority, tmp_path):
+    """The server's authority and the client's are both replaced; calls go on, and the watch on its old connection."""
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(authority.cert.read_bytes())
+    known = {"replica": CertificateIdentity(identity=REPLICA, roles=("replica",))}
+    settings |= {"tls_client_ca": str(trusted), "auth_certificates": known, "connection_age_seconds": 0.2}
+    target = await serve(**settings)
+    own = authority.issue("mine", REPLICA)
+    identity = ClientIdentity(ca=str(trusted), cert=str(own.cert), key=str(own.key))
+    async with open_channel(target, identity, LOCAL_POOL) as channel:
+        stub = AdapterRegistryServiceStub(channel)
+        watch = stub.WatchAdapters(pb.WatchAdaptersRequest(parent="namespaces/-"))
+        await watch.read()
+        fresh = Authority(tmp_path, "next")
+        for path, other in (
+            (own, fresh.issue("own", REPLICA)),
+            (Files(settings["tls_cert"], settings["tls_key"]), fresh.issue("fresh", "localhost")),
+        ):
+            os.replace(other.cert, path.cert)  # noqa: PTH105
+            os.replace(other.key, path.key)  # noqa: PTH105
+        trusted.write_bytes(fresh.cert.read_bytes())
+        deadline = time.monotonic() + 20
+        while not await answered(target, ClientIdentity(ca=str(trusted), cert=str(own.cert), key=str(own.key))):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+        at = time.monotonic()
+        while time.monotonic() < at + 1.5:  # calls need new connections, which the old files do not open
+            await stub.ListBaseModels(pb.ListBaseModelsRequest(), timeout=20, wait_for_ready=True)
+            await asyncio.sleep(0.1)
+        assert await watch.read() is not grpc.aio.EOF
+        watch.cancel()

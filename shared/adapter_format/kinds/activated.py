@@ -14,6 +14,7 @@ from shared.adapter_format.reasons import key_invalid, key_unsupported
 from shared.adapter_format.values import Field, used
 
 KEY = "alora_invocation_tokens"
+_BEFORE = "which would act before its activation too; train an activated LoRA without, or one that is not activated"
 
 
 def _read(key: str, value: Any) -> tuple[int, ...]:
@@ -24,11 +25,7 @@ FIELDS: Mapping[str, Field] = {KEY: used(None, _read)}
 
 
 def check(config: LoraConfig) -> None:
-    """PEFT has one forward pass for each variant, and none for two."""
-    if config.alora_invocation_tokens:
-        for key, is_set in {"use_dora": config.use_dora, "velora_config": config.velora_config}.items():
-            if is_set:
-                raise key_invalid(KEY, f"cannot be used with {key}")
+    """The config alone does not tell."""
 
 
 def bind(draft: Draft) -> None:
@@ -36,17 +33,17 @@ def bind(draft: Draft) -> None:
     tokens = draft.config.alora_invocation_tokens
     if not tokens:
         return
+    if draft.vocab > draft.model.vocab_size:
+        raise key_unsupported(KEY, f"the adapter adds tokens to the vocabulary, {_BEFORE}")
     if max(tokens) >= draft.model.vocab_size:
         raise key_invalid(KEY, f"names token {max(tokens)}; the base model has {draft.model.vocab_size}")
+    rows = (draft.embed.rows, draft.head.rows)
     everywhere = {
         "bias": any(vector.kind == "bias" for vector in draft.vectors),
-        "modules_to_save": bool(draft.norms) or draft.vocab > draft.model.vocab_size,
+        "modules_to_save": bool(draft.norms) or any(each and each.source == "modules_to_save" for each in rows),
         "trainable_token_indices": bool(draft.config.trainable_token_indices),
     }
-    everywhere["modules_to_save"] |= any(
-        rows is not None and rows.source == "modules_to_save" for rows in (draft.embed.rows, draft.head.rows)
-    )
     for key, is_bound in everywhere.items():
         if is_bound:
-            raise key_unsupported(key, "an activated LoRA is served only without what would act before its activation")
+            raise key_unsupported(key, f"the adapter has more than LoRA, {_BEFORE}")
     draft.activation = tokens

@@ -57,8 +57,10 @@ def _check_complete(draft: Draft, site: Site, bound: EmbedBinding | HeadBinding)
     given = frozenset(bound.rows.ids or ()) if bound.rows is not None else frozenset()
     if missing := next((token for token in added if token not in given), None):
         counts = f"{draft.vocab} tokens, the base model {draft.model.vocab_size}"
+        # Of a model with LoRA on one of the two, PEFT saves the matrix of that one only.
+        is_alone = draft.embed.a is not None or draft.head.a is not None
+        advice = "train with it in modules_to_save" if is_alone else "save with save_embedding_layers=True"
         raise tensor_invalid(
             draft.names.tensor(site, "weight"),
-            f"is missing: the adapter has {counts}, and token {missing} has no row here; "
-            "save with save_embedding_layers=True",
+            f"is missing: the adapter has {counts}, and token {missing} has no row here; {advice}",
         )

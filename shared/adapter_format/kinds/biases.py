@@ -45,7 +45,7 @@ def _bind_on_b(draft: Draft) -> None:
             tensor = draft.require(site, _ON_B, reason="lora_bias promises it")
             draft.check_shape(tensor, linear_shape(draft.model, module.module)[0])
             draft.vectors.append(VectorBinding(module.layer, module.module, "lora_bias", tensor))
-    if draft.head.a is not None:
+    if draft.head.a is not None and not is_block_b(draft.config, draft.names.module(HEAD)):
         tensor = draft.require(HEAD, _ON_B, reason="lora_bias promises it")
         draft.check_shape(tensor, draft.vocab)
         draft.head = draft.head._replace(lora_bias=tensor)

@@ -6,8 +6,7 @@ from typing import Any
 from shared.adapter_format import values
 from shared.adapter_format.draft import Draft
 from shared.adapter_format.lora_config import BlockDiagonal, LoraConfig
-from shared.adapter_format.names import HEAD
-from shared.adapter_format.reasons import key_invalid, key_unsupported
+from shared.adapter_format.reasons import key_invalid
 from shared.adapter_format.values import Field, used
 
 KEY = "use_bdlora"
@@ -31,15 +30,7 @@ FIELDS: Mapping[str, Field] = {KEY: used(None, _read)}
 
 
 def check(config: LoraConfig) -> None:
-    """PEFT has one forward pass for each variant, and none for two."""
-    if config.use_bdlora is not None:
-        for key, is_set in {
-            "use_dora": config.use_dora,
-            "alora_invocation_tokens": bool(config.alora_invocation_tokens),
-            "velora_config": config.velora_config,
-        }.items():
-            if is_set:
-                raise key_invalid(KEY, f"cannot be used with {key}")
+    """The names of the modules tell, not the config alone."""
 
 
 def blocks(config: LoraConfig, name: str) -> tuple[int, int]:
@@ -64,6 +55,4 @@ def is_block_b(config: LoraConfig, name: str) -> bool:
 
 
 def bind(draft: Draft) -> None:
-    """`linears` asks `blocks`. The head is not expanded."""
-    if draft.config.use_bdlora is not None and "lora_A.weight" in draft.names.found.get(HEAD, {}):
-        raise key_unsupported(KEY, "block-diagonal LoRA of lm_head is not served; target the linears of the layers")
+    """`linears` and `embeddings` ask `blocks`."""

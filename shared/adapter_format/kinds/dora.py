@@ -18,7 +18,7 @@ FIELDS: Mapping[str, Field] = {KEY: used(False, values.flag)}
 
 
 def check(config: LoraConfig) -> None:
-    """PEFT has one forward pass for each variant, and none for two."""
+    """PEFT scales no bias on lora_B by the magnitude."""
     if config.use_dora and config.lora_bias:
         raise key_invalid("lora_bias", "cannot be used with use_dora")
 

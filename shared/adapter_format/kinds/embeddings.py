@@ -2,7 +2,8 @@
 
 The embedding's A and B are `lora_embedding_A` [rank, vocabulary] and `lora_embedding_B` [hidden, rank]; the head's are
 those of a linear. Beside them PEFT may save the base weights (`base_layer.weight`), which are the base model's own
-unless the vocabulary grew. LoRA on one side of a tied model leaves the other alone.
+unless the vocabulary grew. LoRA on one side of a tied model leaves the other alone, but with ensure_weight_tying, where
+the head's A and B are the embedding's.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Literal
 
 from shared.adapter_format.bound import RowsBinding
 from shared.adapter_format.draft import Draft
+from shared.adapter_format.kinds import block_diagonal
 from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.names import EMBED, HEAD
 from shared.adapter_format.pair import rank_and_scale, take_pair
@@ -33,8 +35,10 @@ def bind(draft: Draft) -> None:
         draft.embed = draft.embed._replace(a=pair[0], b=pair[1], rank=rank, scale=scale)
     pair = take_pair(draft, HEAD)
     if pair is not None:
-        rank, scale = rank_and_scale(draft, HEAD, *pair, vocab, hidden)
-        draft.head = draft.head._replace(a=pair[0], b=pair[1], rank=rank, scale=scale)
+        blocks = block_diagonal.blocks(draft.config, draft.names.module(HEAD))
+        is_tied = draft.is_tied and draft.config.ensure_weight_tying
+        rank, scale = rank_and_scale(draft, HEAD, *pair, vocab, hidden, blocks, is_tied)
+        draft.head = draft.head._replace(a=pair[0], b=pair[1], rank=rank, scale=scale, blocks=blocks)
     bind_base_rows(
         draft,
         embed=draft.take(EMBED, "base_layer.weight") if draft.embed.a is not None else None,

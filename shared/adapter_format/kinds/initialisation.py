@@ -2,7 +2,9 @@
 
 The others subtract something from the base weights before training. Their saved A and B count from that modified
 base, and served on the real one they give wrong answers, unless they were converted. PiSSA, OLoRA and KaSA can be
-converted from the files and the base weights alone; the rest only by PEFT while saving.
+converted from the files and the base weights alone. Of the rest PEFT can convert some while saving, from the adapter
+as it was before training. LoftQ's it converts to one that counts from the quantised base model, and leaves its
+loftq_config in place.
 """
 
 from collections.abc import Mapping
@@ -11,13 +13,23 @@ from typing import Any
 from shared.adapter_format.draft import Draft
 from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.reasons import key_invalid, key_unsupported
-from shared.adapter_format.values import Field, informational, refused, used
+from shared.adapter_format.values import Field, informational, is_nothing, refused, used
 
 KEY = "init_lora_weights"
 _PLAIN = ("gaussian", "orthogonal", "eva", "mica")
 _CONVERTIBLE = ("pissa", "olora", "kasa")
-_MODIFIES_BASE = ("pissa_niter_", "corda", "loftq", "lora_ga")
 _CONVERT = "convert it with `loraplex adapter convert`, where the base weights are"
+_RETRAIN = "else train again with init_lora_weights true"
+RESAVE = (
+    "in the run that trained it, save_pretrained(..., path_initial_model_for_weight_conversion=...), which is the "
+    f"adapter as it was before training, makes it a plain LoRA; {_RETRAIN}"
+)
+FROM_QUANTISED = (
+    "it counts from the base model that LoftQ quantised: merge it into that one (merge_and_unload) and register the "
+    f"result as a base model; {_RETRAIN}"
+)
+# By how a name begins, what to do about initialisations whose part of the base weights the files do not tell.
+LOST = {"pissa_niter_": RESAVE, "corda": RESAVE, "lora_ga": RESAVE, "loftq": FROM_QUANTISED}
 
 
 def _initialisation(key: str, value: Any) -> bool | str:
@@ -27,12 +39,9 @@ def _initialisation(key: str, value: Any) -> bool | str:
         raise key_invalid(key, f"must be true, false or a name, is {value!r:.80}")
     if value.lower() in _CONVERTIBLE:
         raise key_unsupported(key, f"{value!r:.60} trains against a modified base model; {_CONVERT}")
-    if value.lower().startswith(_MODIFIES_BASE):
-        raise key_unsupported(
-            key,
-            f"{value!r:.60} trains against a modified base model; save again with "
-            "save_pretrained(..., path_initial_model_for_weight_conversion=...), which makes it a plain LoRA",
-        )
+    for start, advice in LOST.items():
+        if value.lower().startswith(start):
+            raise key_unsupported(key, f"{value!r:.60} trains against a modified base model; {advice}")
     raise key_unsupported(
         key, f"the initialisation {value!r:.60} is not known; train with one of true, {', '.join(_PLAIN)}"
     )
@@ -41,17 +50,17 @@ def _initialisation(key: str, value: Any) -> bool | str:
 FIELDS: Mapping[str, Field] = {
     KEY: used(True, _initialisation),
     "kasa_config": refused(None, f"KaSA trains against a truncated base model; {_CONVERT}"),
-    "eva_config": informational(None),  # what these four did shows in init_lora_weights
+    "loftq_config": used({}, lambda _, value: not is_nothing(value)),
+    "eva_config": informational(None),  # what these three did shows in init_lora_weights
     "corda_config": informational(None),
     "lora_ga_config": informational(None),
-    "loftq_config": informational({}),
 }
 
 
 def check(config: LoraConfig) -> None:
-    """MiCA is a forward pass of its own in PEFT while it trains, which nothing else may share."""
-    if config.init_lora_weights == "mica" and config.use_dora:
-        raise key_invalid("use_dora", "cannot be used with init_lora_weights 'mica'")
+    """PEFT empties loftq_config unless the adapter began with LoftQ."""
+    if config.loftq_config:
+        raise key_unsupported("loftq_config", f"the adapter was converted from LoftQ; {FROM_QUANTISED}")
 
 
 def bind(draft: Draft) -> None:

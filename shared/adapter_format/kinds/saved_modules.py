@@ -15,6 +15,7 @@ from shared.adapter_format.kinds.embeddings import bind_base_rows
 from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.names import EMBED, HEAD, Site
 from shared.adapter_format.names import FINAL_NORM as FINAL_NORM_SITE
+from shared.adapter_format.reasons import key_invalid
 from shared.adapter_format.values import Field, used
 
 KEY = "modules_to_save"
@@ -53,6 +54,7 @@ def bind(draft: Draft) -> None:
         if site == HEAD and not draft.names.head and HEAD not in draft.names.found:
             continue  # a bare backbone
         if is_saved(draft, site):
+            _check_alone(draft, site)
             tensor = draft.require(site, _WEIGHT, reason="modules_to_save promises it")
             draft.check_shape(tensor, draft.vocab, draft.model.hidden_size)
             rows = RowsBinding(tensor, None, "modules_to_save")
@@ -71,6 +73,13 @@ def bind(draft: Draft) -> None:
             for norm in ("q_norm", "k_norm"):
                 _bind_norm(draft, Site(layer, norm), draft.model.head_dim)
     _bind_norm(draft, FINAL_NORM_SITE, draft.model.hidden_size)
+
+
+def _check_alone(draft: Draft, site: Site) -> None:
+    """PEFT wraps a saved module once more where its rows are trained too, and then cannot run it."""
+    if any(role.startswith("token_adapter.") for role in draft.names.found.get(site, ())):
+        name = draft.names.module(site)
+        raise key_invalid(KEY, f"cannot be used on {name} with trainable_token_indices; use one of them")
 
 
 def _bind_norm(draft: Draft, site: Site, size: int) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 from shared.adapter_format.draft import Draft
 from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.names import HEAD, linear_site
-from shared.adapter_format.reasons import key_invalid
 from shared.adapter_format.values import Field, is_nothing, used
 
 KEY = "velora_config"
@@ -20,9 +19,7 @@ FIELDS: Mapping[str, Field] = {KEY: used(None, _read)}
 
 
 def check(config: LoraConfig) -> None:
-    """PEFT has one forward pass for each variant, and none for two."""
-    if config.velora_config and config.use_dora:
-        raise key_invalid(KEY, "cannot be used with use_dora")
+    """Nothing that it contradicts."""
 
 
 def bind(draft: Draft) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -147,10 +146,10 @@ async def test_a_hostile_template_ends_its_worker_and_keeps_nobody_waiting(
             await asyncio.wait_for(call, 60)
         assert caught.value.metadata == {"file": "chat_template.jinja", "digest": "hostile"}
         assert word in caught.value.message
-    began = time.monotonic()
+    reads = adapters.num_reads
     with pytest.raises(AdapterInvalid):
-        await hostile.template.prompt(MESSAGES, 1000)  # remembered: it gets no worker for a while
-    assert time.monotonic() - began < 0.5
+        await hostile.template.prompt(MESSAGES, 1000)
+    assert adapters.num_reads == reads, "remembered: it gets no worker for a while"
     assert await good.template.prompt(MESSAGES, 1000) == "[USER] hi\n<eos>"
 
 

@@ -23,7 +23,7 @@ import zmq.asyncio
 from inference_service.adapters.client import AdapterClient
 from inference_service.adapters.config import AdapterProcessConfig, AdapterProcessStart
 from inference_service.adapters.host_arena import create_host_arena, map_host_arena
-from inference_service.adapters.process import NUM_FETCHERS
+from inference_service.adapters.turns import PER_TENANT
 from inference_service.stats import Usage
 from inference_service.types import (
     Acquire,
@@ -121,7 +121,7 @@ class _Replica:
 
     def end_process(self, signum: int = signal.SIGTERM) -> int:
         self.process.send_signal(signum)
-        status = self.process.wait(20)
+        status = self.process.wait(60)
         if self.process.stdin is not None:
             self.process.stdin.close()
         self.log.close()
@@ -380,6 +380,30 @@ async def test_registry_down_at_the_start_in_the_middle_and_back(
         await _eventually_prepares(replica, "default/b")
 
 
+async def test_a_process_that_starts_while_the_registry_is_away_knows_what_the_one_before_was_told(
+    folder: Path, registry: FakeRegistry, address: str
+) -> None:
+    digest = _add(folder, registry, "a")
+    _add(folder, registry, "b", seed=1)
+    async with _running(folder, registry, address) as replica:
+        await replica.client.prepare("default/a")
+        await registry.stop()
+        replica.end_process(signal.SIGKILL)
+        replica.start_process(wait_for_engine=True)
+        await replica.engine.send(EngineStarted())
+        assert (await replica.client.prepare("default/a")).digest == digest
+        assert isinstance(await replica.engine.acquire(digest), Acquired)
+        with pytest.raises(RegistryUnavailable):
+            await replica.client.prepare("default/b")
+        newer = _add(folder, registry, "a2", seed=2)
+        registry.add("default/a", version_of(folder / "root" / "a2", "a", number=2))
+        await registry.start()
+        await _eventually_prepares(replica, "default/b")
+        async with asyncio.timeout(60):
+            while (await replica.client.prepare("default/a")).digest != newer:  # noqa: ASYNC110 - nobody tells us
+                await asyncio.sleep(0.1)
+
+
 async def test_host_memory_smaller_than_an_adapter_and_full_of_those_in_use(
     folder: Path, registry: FakeRegistry, address: str
 ) -> None:
@@ -550,16 +574,16 @@ async def test_a_source_that_hangs_takes_no_thread_that_another_needs(
     hub.put("a", files)
     hub.store.faults.append(Fault(after=100, ending="stall"))
     pinned = PinnedSource("hf://org/a", hub.hub.repos["org/a"].refs["main"], credential_ref="hub")
-    for number in range(NUM_FETCHERS + 8):
+    for number in range(PER_TENANT + 8):
         write_adapter(folder / "other" / str(number), seed=number + 1)
         version = version_of(folder / "other" / str(number), f"hangs{number}")
         registry.add(f"default/hangs{number}", version._replace(sources=(pinned,)))
     credential = Credential("hf", "none", ("*",), ("hf://",), endpoint=hub.proxy.url)
     async with _running(folder, registry, address, credentials={"hub": credential}) as replica:
-        names = [f"default/hangs{number}" for number in range(NUM_FETCHERS + 8)]
+        names = [f"default/hangs{number}" for number in range(PER_TENANT + 8)]
         hanging = [asyncio.ensure_future(replica.client.prepare(name)) for name in names]
         await asyncio.sleep(1.5)
-        async with asyncio.timeout(5):  # a read of theirs is given up after ten seconds
+        async with asyncio.timeout(60):  # a read of theirs is given up after ten seconds
             assert (await replica.client.prepare("default/local")).rank == 4
         assert not any(each.done() for each in hanging)
         for each in hanging:

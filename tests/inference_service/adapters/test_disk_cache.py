@@ -22,7 +22,7 @@ def _files(size: int) -> list[FileEntry]:
 def _put(cache: DiskCache, number: int, size: int = 10) -> Path:
     with cache.new_folder(size) as folder:
         (folder / "f").write_bytes(b"x" * size)
-        return cache.install(_digest(number), folder, size)
+        return cache.install(_digest(number), folder, size)[0]
 
 
 def test_the_least_recently_used_goes_first_and_what_is_held_stays(tmp_path: Path) -> None:
@@ -93,9 +93,13 @@ def test_what_a_crash_left_is_swept_and_what_a_living_process_writes_is_not(tmp_
     with one.new_folder(10) as folder:
         two = DiskCache(tmp_path, 1000)
         (folder / "f").write_bytes(b"x" * 10)
-        one.install(_digest(1), folder, 10)
+        assert one.install(_digest(1), folder, 10)[1]
     assert two.find(_digest(1), _files(10)) is not None
-    assert _put(two, 1) == _put(one, 1)  # the slower of two processes keeps the faster one's folder
+    with two.new_folder(10) as folder:
+        (folder / "f").write_bytes(b"y" * 10)
+        target, is_ours = two.install(_digest(1), folder, 10)
+    assert (target / "f").read_bytes() == b"x" * 10, "the slower of two processes keeps the faster one's folder"
+    assert not is_ours
     one.discard(_digest(1))
     assert two.find(_digest(1), _files(10)) is None
     one.close()

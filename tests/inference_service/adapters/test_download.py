@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from inference_service.adapters import download
 from inference_service.adapters.disk_cache import DiskCache
 from inference_service.adapters.download import PART_BYTES, parts_of
-from inference_service.adapters.fetcher import Fetcher
+from inference_service.adapters.fetcher import Fetched, Fetcher
 from inference_service.adapters.resolution import ResolvedVersion
 from shared.digest import FileEntry, manifest_digest
 from shared.errors import (
@@ -81,8 +81,8 @@ def nothing_is_left(cache: DiskCache) -> bool:
     return not list(work.iterdir()) and not list((cache.root / "sha256").iterdir())
 
 
-def is_what_was_registered(folder: Path) -> bool:
-    return {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
+def is_what_was_registered(fetched: Fetched) -> bool:
+    return {path.name: path.read_bytes() for path in fetched.folder.iterdir()} == FILES
 
 
 @given(st.lists(st.integers(0, 5 * PART_BYTES), max_size=5))
@@ -186,13 +186,14 @@ def test_no_byte_is_asked_for_that_the_disk_cannot_hold(store: Store, cache: Dis
 
 def test_stopping_does_not_wait_for_a_source_that_hangs(store: Store, cache: DiskCache) -> None:
     source = pinned(store)
+    store.policy = SourcePolicy({}, store.policy.credentials, patience=store.policy.patience._replace(read=60.0))
     store.fault(Fault(after=1000, ending="stall"))
     fetcher = fetcher_of(store, cache)
     threading.Timer(0.3, fetcher.close).start()
     started = time.monotonic()
     with pytest.raises(Draining):
         fetcher.fetch(version(source))
-    assert time.monotonic() - started < 0.9  # less than a read waits
+    assert time.monotonic() - started < 60, "as long as a read waits"
     assert nothing_is_left(cache)
 
 
@@ -229,7 +230,7 @@ def test_slow_sources_take_nothing_from_a_fast_one(hub: Any, s3: Any, cache: Dis
     with ThreadPoolExecutor(9) as pool:
         waiting = [pool.submit(each.fetch, version(slow)) for each in slow_fetchers]
         time.sleep(0.2)
-        assert is_what_was_registered(pool.submit(fetcher_of(s3, cache).fetch, version(fast)).result(10))
+        assert is_what_was_registered(pool.submit(fetcher_of(s3, cache).fetch, version(fast)).result(60))
         assert not any(each.done() for each in waiting)
         for each in slow_fetchers:
             each.close()
@@ -245,3 +246,18 @@ def test_a_plugins_mistake_is_not_taken_for_the_sources(hub: Any, cache: DiskCac
 
     with pytest.raises(ZeroDivisionError):
         download.download(Broken(), MANIFEST, cache.root / "work", "x://", threading.Event())  # type: ignore[arg-type]
+
+
+def test_a_plugin_that_never_ends_a_read_is_given_up(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    class Endless:
+        def open_range(self, name: str, start: int, end: int) -> Any:
+            gate.wait(30)
+
+    try:
+        with pytest.raises(SourceUnavailable, match="sent nothing") as caught:
+            download.download(Endless(), MANIFEST, tmp_path, "x://", threading.Event(), stall_seconds=0.2)  # type: ignore[arg-type]
+        assert caught.value.retry_after
+    finally:
+        gate.set()

@@ -58,10 +58,11 @@ def test_fetched_once_and_exactly(cache: DiskCache, root: Path) -> None:
     (root / "a" / "README.md").write_text("not in the manifest")
     version = version_of(root / "a")._replace(files=tuple(f for f in manifest(root / "a") if f.path != "README.md"))
     fetcher = _fetcher(cache, root, opened)
-    folder = fetcher.fetch(version)
+    folder, is_verified = fetcher.fetch(version)
+    assert is_verified
     assert folder.name == version.digest.removeprefix("sha256:")
     assert manifest(folder) == version.files
-    assert fetcher.fetch(version) == folder
+    assert fetcher.fetch(version) == (folder, False)
     assert opened == ["file://root/a"]
 
 
@@ -113,7 +114,7 @@ def test_the_next_source_is_tried_and_the_most_telling_failure_told(cache: DiskC
         _fetcher(cache, root).fetch(version_of(root / "a", uris=uris))
     with pytest.raises(SourceNotFound, match="no source"):
         _fetcher(cache, root).fetch(version_of(root / "a", uris=[]))
-    assert _fetcher(cache, root).fetch(version_of(root / "a", uris=[*uris, "file://root/a"])).is_dir()
+    assert _fetcher(cache, root).fetch(version_of(root / "a", uris=[*uris, "file://root/a"])).folder.is_dir()
 
 
 def test_a_full_disk(cache: DiskCache, root: Path, tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def test_a_cache_that_cannot_be_written(cache: DiskCache, root: Path, tmp_path: 
 class _SmallVolume(DiskCache):
     """A volume with room for one adapter."""
 
-    def install(self, digest: str, folder: Path, nbytes: int) -> Path:
+    def install(self, digest: str, folder: Path, nbytes: int) -> tuple[Path, bool]:
         if self.entries():
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().install(digest, folder, nbytes)
@@ -151,13 +152,13 @@ class _SmallVolume(DiskCache):
 def test_a_volume_that_is_full_before_the_budget_makes_room_once(root: Path, tmp_path: Path) -> None:
     cache = _SmallVolume(tmp_path / "small", 1 << 20)
     fetcher = _fetcher(cache, root)
-    first = fetcher.fetch(version_of(root / "a"))
+    first = fetcher.fetch(version_of(root / "a")).folder
     write_adapter(root / "b", seed=1)
     second = version_of(root / "b")
     with cache.held(version_of(root / "a").digest), pytest.raises(AdapterMemory, match="--cache-dir"):
         fetcher.fetch(second)
     assert first.is_dir()
-    assert fetcher.fetch(second).is_dir()
+    assert fetcher.fetch(second).folder.is_dir()
     assert not first.exists()
     assert cache.names.of(second.digest) == {second.name: 4}
     cache.close()

@@ -12,8 +12,9 @@ import pytest
 from inference_service.adapters.config import Dtype
 from inference_service.adapters.disk_cache import DiskCache
 from inference_service.adapters.fetcher import Fetcher
-from inference_service.adapters.loader import AdapterLoader, Packing, Tiers, Workers
+from inference_service.adapters.loader import AdapterLoader
 from inference_service.adapters.resolution import ResolvedVersion
+from inference_service.adapters.staging import Packing, Tiers, Workers
 from inference_service.adapters.store import HostStore
 from inference_service.stats import LoadInFlight
 from shared.adapter_format.files import WEIGHTS
@@ -76,7 +77,7 @@ class Bench:
         self.cache = DiskCache(folder / "cache", 1 << 20)
         self.fetcher = Fetcher(self.cache, SourcePolicy({"root": folder / "root"}), self._open)
         self.workers = Workers(ThreadPoolExecutor(8), ThreadPoolExecutor(2), ThreadPoolExecutor(2))
-        self.revision = 7
+        self.revision, self.lag, self.heard_at = 7, 0, None
         tiers = Tiers(self.cache, HostStore(host_bytes), memoryview(bytearray(host_bytes)))
         self.loader = AdapterLoader(self, self.fetcher, tiers, Packing(MODEL, dtype), self.workers)
 
@@ -109,7 +110,7 @@ async def running(folder: Path, host_bytes: int = HOST_BYTES, dtype: Dtype = "fl
 
 
 async def eventually(found: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not found():  # noqa: ASYNC110 - nobody tells us
             await asyncio.sleep(0.005)
 
@@ -145,7 +146,7 @@ async def test_while_one_source_hangs_others_load(tmp_path: Path) -> None:
         await eventually(lambda: any(load.bytes_done >= 1000 for load in bench.loader.stats().loads_in_flight))
         shut, bench.gate = bench.gate, open_gate()
         bench.add("quick")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert (await bench.loader.prepare("default/quick")).tier == "source"
         assert not slow.done()
         shut.set()
@@ -179,7 +180,7 @@ async def test_host_memory_smaller_than_an_adapter_names_the_setting_each_time(t
 
         for _ in range(2):
             with pytest.raises(AdapterMemory, match="--host-memory") as caught:
-                await asyncio.wait_for(serve(), 5)
+                await asyncio.wait_for(serve(), 60)
             assert caught.value.retry_after is None
         assert (await bench.loader.prepare("default/small")).rank == 4
 

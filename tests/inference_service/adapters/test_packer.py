@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from inference_service.adapters import packer
 from inference_service.adapters.conversion import convert
-from inference_service.adapters.packer import GROUPS, open_adapter
+from inference_service.adapters.layout import GROUPS
+from inference_service.adapters.packer import open_adapter
 from inference_service.types import BlobLayout
 from shared.adapter_format.files import CONFIG, WEIGHTS
 from shared.base_model import linear_shape, module_path
@@ -158,6 +159,18 @@ def test_files_that_are_not_what_was_registered(tmp_path: Path, how: str) -> Non
     with pytest.raises(DigestMismatch) as caught, open_adapter(tmp_path, files, MODEL, "float32") as opened:
         opened.fill(memoryview(bytearray(opened.layout.nbytes)), WORKERS)
     assert caught.value.metadata["file"] in (WEIGHTS, CONFIG)
+
+
+def test_what_was_hashed_as_it_was_written_is_not_hashed_again(tmp_path: Path) -> None:
+    write_adapter(tmp_path)
+    layout, expected = _pack(tmp_path)
+    files = [file._replace(sha256="0" * 64) if file.path == WEIGHTS else file for file in manifest(tmp_path)]
+    blob = bytearray(layout.nbytes)
+    with open_adapter(tmp_path, files, MODEL, "float32", is_verified=True) as opened:
+        opened.fill(memoryview(blob), WORKERS)
+    assert blob == expected
+    with pytest.raises(DigestMismatch), open_adapter(tmp_path, files, MODEL, "float32") as opened:
+        opened.fill(memoryview(blob), WORKERS)
 
 
 def test_rows_larger_and_smaller_than_a_piece_are_converted_alike() -> None:

@@ -45,7 +45,7 @@ async def client(registry: FakeRegistry, clock: _Clock) -> AsyncIterator[Registr
 
 
 async def _eventually(is_true: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await is_true():  # noqa: ASYNC110 - nothing tells when
             await asyncio.sleep(0.02)
 

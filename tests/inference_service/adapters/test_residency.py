@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 
 import pytest
 
@@ -58,6 +58,7 @@ class _Replica:
     def __init__(self) -> None:
         self.host: set[str] = set()
         self.gpu: dict[str, bool] = {}  # digest: whether it is pinned
+        self.kept: list[Set[str]] = []  # of each call
         self.room = 10 * SIZE
         self.errors: dict[str, LoraplexError] = {}
         self.calls: Counter[str] = Counter()
@@ -86,9 +87,10 @@ class _Replica:
         await self.load_gate.wait()
         self.gpu[digest] = pinned
 
-    async def unload(self, digest: str) -> None:
+    async def keep_pins(self, digests: Set[str]) -> None:
         self._check()
-        self.gpu.pop(digest, None)
+        self.kept.append(digests)
+        self.gpu = {digest: pinned and digest in digests for digest, pinned in self.gpu.items()}
 
     async def residents(self) -> list[ResidentAdapter]:
         self._check()
@@ -169,7 +171,7 @@ async def test_a_new_version_takes_the_place_of_the_old(residency: Residency, re
     residency.complete(1)
     await residency.settle(5)
     residency.changed(change("a", PINNED, latest=2))
-    await _until(lambda: replica.gpu == {digest_of("a", 2): True})
+    await _until(lambda: replica.gpu == {digest_of("a", 1): False, digest_of("a", 2): True})
 
 
 @pytest.mark.parametrize("ending", [change("a", ON_DEMAND), change("a", PINNED, is_deleted=True)])
@@ -180,7 +182,37 @@ async def test_what_is_wanted_no_more_is_no_longer_pinned(
     residency.complete(1)
     await residency.settle(5)
     residency.changed(ending)
-    await _until(lambda: replica.gpu == {})
+    await _until(lambda: replica.gpu == {digest_of("a", 1): False})
+
+
+async def test_a_new_process_ends_pins_that_are_wanted_no_more_once_it_is_told_what_is(
+    residency: Residency, replica: _Replica
+) -> None:
+    """What the process before it has pinned is on the device; the registry may be away for long."""
+    stale, wanted = digest_of("stale", 1), digest_of("pin", 1)
+    replica.gpu = {stale: True, wanted: True}
+    residency.failed()
+    assert await residency.settle(5)
+    await asyncio.sleep(0.1)
+    assert (replica.gpu, replica.kept) == ({stale: True, wanted: True}, [])
+    residency.changed(change("pin", PINNED))
+    await asyncio.sleep(0.1)
+    assert replica.kept == [], "the snapshot has not ended"
+    residency.complete(1)
+    await _until(lambda: replica.gpu == {stale: False, wanted: True})
+    await asyncio.sleep(0.1)
+    assert replica.kept == [{wanted}], "told once"
+
+
+async def test_pins_are_told_again_to_an_engine_that_did_not_hear(residency: Residency, replica: _Replica) -> None:
+    residency.changed(change("pin", PINNED))
+    residency.complete(1)
+    await residency.settle(5)
+    replica.is_up = False
+    residency.changed(change("pin", ON_DEMAND))
+    await asyncio.sleep(0.1)
+    replica.is_up = True
+    await _until(lambda: replica.gpu == {digest_of("pin", 1): False})
 
 
 async def test_a_pinned_one_that_is_lost_comes_back_a_preloaded_one_does_not(
@@ -221,7 +253,7 @@ async def test_an_engine_that_starts_while_a_load_is_under_way(residency: Reside
     assert await residency.settle(5)
     assert replica.gpu == {digest_of("pin", 1): True}
     residency.changed(change("pin", ON_DEMAND))
-    await _until(lambda: replica.gpu == {})
+    await _until(lambda: replica.gpu == {digest_of("pin", 1): False})
 
 
 async def test_failures_are_told_and_tried_again(residency: Residency, replica: _Replica) -> None:
@@ -278,7 +310,8 @@ async def test_a_new_snapshot_replaces_what_was_wanted_when_it_is_complete(
     residency.changed(change("new", PINNED))
     await _until(lambda: len(replica.gpu) == 3)
     residency.complete(2)
-    await _until(lambda: set(replica.gpu) == {digest_of("both", 1), digest_of("new", 1)})
+    pinned = {digest_of("old", 1): False, digest_of("both", 1): True, digest_of("new", 1): True}
+    await _until(lambda: replica.gpu == pinned)
 
 
 async def test_adapters_of_one_content(residency: Residency, replica: _Replica) -> None:

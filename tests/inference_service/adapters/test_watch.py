@@ -52,13 +52,13 @@ async def client(registry: FakeRegistry, clock: _Clock) -> AsyncIterator[Registr
 
 
 async def _heard(client: RegistryClient, revision: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while client.revision < revision:  # noqa: ASYNC110 - nothing tells when
             await asyncio.sleep(0.01)
 
 
 async def _requests(registry: FakeRegistry, count: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len(registry.watch_requests) < count:  # noqa: ASYNC110 - nothing tells when
             await asyncio.sleep(0.01)
 

@@ -8,7 +8,7 @@ from inference_service.engine.engine import Engine
 from inference_service.engine.scheduler import Scheduler
 from inference_service.engine.step import NOT_FINITE, Computed, StepResult
 from inference_service.lora.adapter import AdapterState
-from inference_service.lora.slots import Handle, StaleHandle
+from inference_service.lora.residents import Handle, StaleHandle
 from inference_service.types import GenerateSpec, Sampling, Stop, TokenLogprobs
 from shared.errors import AdapterInvalid
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from inference_service.adapters.packer import plan_layout
+from inference_service.adapters.layout import plan_layout
 from inference_service.model.loader import load_config
 from inference_service.types import Acquired, BlobLayout
 from shared.adapter_format.binding import BindingPlan, ModuleBinding

@@ -15,7 +15,7 @@ from inference_service.engine.device_batch import segments_of
 from inference_service.engine.sequence import Request
 from inference_service.engine.step import Chunk, Schedule, adapter_runs
 from inference_service.lora.batch import LoraBatch
-from inference_service.lora.slots import Handle
+from inference_service.lora.residents import Handle
 from inference_service.requests import activation_start
 from inference_service.types import GenerateSpec, Sampling, Stop
 from tests.inference_service.engine import engine_fakes, tiny_engine

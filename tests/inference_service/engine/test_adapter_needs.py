@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_service.lora.adapter import MAX_AHEAD, AdapterPool, AdapterState
+from inference_service.lora.adapter import AdapterState
 from inference_service.lora.gaps import UNIT
+from inference_service.lora.pool import MAX_AHEAD, AdapterPool
 from inference_service.lora.slots import SlotTable
 from inference_service.types import Acquired, AcquireFailed, BlobLayout, ChunkLayout
 from shared.errors import SourceUnavailable

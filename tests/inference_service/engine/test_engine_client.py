@@ -31,7 +31,7 @@ from inference_service.types import (
     decode_engine_request,
     encode,
 )
-from shared.errors import AdapterInvalid, EngineUnavailable, QueueFull, RequestIdReused
+from shared.errors import AdapterInvalid, ClientTooSlow, EngineUnavailable, QueueFull, RequestIdReused
 
 READY = EngineReady(64, 4, 10, 16, 1024, "cpu", "float32")
 
@@ -48,7 +48,7 @@ class PlayedEngine:
         self.socket.bind(address)
 
     async def hear(self):
-        self.client, payload = await asyncio.wait_for(self.socket.recv_multipart(), 5)
+        self.client, payload = await asyncio.wait_for(self.socket.recv_multipart(), 60)
         return decode_engine_request(payload)
 
     async def say(self, message):
@@ -123,6 +123,27 @@ async def test_a_slow_reader_gets_merged_deltas(connected, engine):
             delta(0, 2, 3, 4, done="stop"),
             delta(1, 20, 30, 40, done="length"),
         ]
+
+
+async def test_who_leaves_too_much_unread_loses_the_request(engine, address):
+    client = EngineClient(address, "api-0", max_unread=5)
+    hello = asyncio.create_task(client.hello())
+    await engine.greet()
+    await hello
+    async with aclosing(client.generate(spec())) as stream:
+        first = asyncio.create_task(anext(stream))
+        await engine.hear()
+        top = ((1, -1.0), (2, -2.0))
+        await engine.say(StepOutput(deltas=[delta(0, 1)]))
+        assert await first == delta(0, 1)
+        scored = SequenceDelta("r", 0, [2], [TokenLogprobs(2, -0.5, top)])
+        await engine.say(StepOutput(deltas=[scored]))  # a token and three logprobs
+        assert await anext(stream) == scored  # what was read does not count any more
+        await engine.say(StepOutput(deltas=[scored, delta(0, 3), delta(0, 4)]))
+        assert await engine.hear() == Abort("r")
+        with pytest.raises(ClientTooSlow):
+            await anext(stream)
+    await client.close()
 
 
 def test_merging_keeps_logprobs_in_order():
@@ -229,7 +250,7 @@ async def test_a_dead_engine_fails_everything_until_the_next_hello(connected, en
     engine.close()
     if told:
         connected.engine_down()
-    await asyncio.wait_for(connected.wait_down(), 5)
+    await asyncio.wait_for(connected.wait_down(), 60)
     for task in (stream, call):
         with pytest.raises(EngineUnavailable):
             await task

@@ -13,6 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from inference_service.adapters.engine_port import EnginePort
 from inference_service.engine.client import EngineClient
 from inference_service.engine.config import EngineConfig
 from inference_service.engine.loop import fits
@@ -139,7 +140,7 @@ async def collect(client, request):
 
 
 async def eventually(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (await met if inspect.isawaitable(met := condition()) else met):  # noqa: ASYNC110 - nobody tells us
             await asyncio.sleep(0.01)
 
@@ -216,6 +217,22 @@ async def test_load_pin_unload_and_force(client, adapters):
     assert len((await drained)[0]) == 30
 
 
+async def test_pins_outlive_the_adapter_process_and_end_with_the_word_of_the_next(shared_engine, client, adapters):
+    before = EnginePort(shared_engine.api_address)
+    for digest in (QV, ATTENTION):
+        await before.load(digest, pinned=True)
+    await client.load_adapter(QV, pinned=True, wait=True)
+    await before.close()
+    after = EnginePort(shared_engine.api_address)
+    assert {r.digest for r in await after.residents() if r.pinned} == {QV, ATTENTION}
+    assert {len(tokens) for tokens in (await collect(client, spec("pinned", adapter=ATTENTION))).values()} == {8}
+    await after.keep_pins({ALL})
+    held = {r.digest: r.pinned for r in await after.residents()}
+    assert (held[QV], held[ATTENTION]) == (True, False)
+    await after.close()
+    await client.unload_adapter(QV, force=False)
+
+
 async def test_it_counts_what_it_serves_and_shows_what_it_holds(client, adapters):
     before = await client.stats()
     await client.unload_adapter(QV, force=True)
@@ -272,10 +289,10 @@ async def test_when_everything_is_pinned_others_hear_why_and_when_to_retry(tiny,
         streams = [asyncio.create_task(collect(client, spec(f"on {d}", 60, adapter=d))) for d in (QV, None)]
         for pinned in (True, False):
             with pytest.raises(AdapterMemory, match=r"pinned adapters take all 2 slots; .*--max-adapters") as caught:
-                await asyncio.wait_for(client.load_adapter(ALL, pinned=pinned, wait=True), 20)
+                await asyncio.wait_for(client.load_adapter(ALL, pinned=pinned, wait=True), 60)
             assert caught.value.retry_after > 0
         with pytest.raises(AdapterMemory) as caught:
-            await asyncio.wait_for(collect(client, spec("refused", adapter=ALL)), 20)
+            await asyncio.wait_for(collect(client, spec("refused", adapter=ALL)), 60)
         assert caught.value.retry_after > 0
         assert [len((await stream)[0]) for stream in streams] == [60, 60]
         assert [(r.digest, r.pinned) for r in await client.list_resident()] == [(ATTENTION, True), (QV, True)]

@@ -50,7 +50,8 @@ class FirstTokens:
             self.failed += output.failed
             for delta in output.deltas:
                 self.steps.setdefault(delta.request_id, self.now - self.sent[delta.request_id])
-        self.engine.scheduler.check_integrity()
+        if self.now % 20 == 0:
+            self.engine.scheduler.check_integrity()
         self.now += 1
 
 
@@ -108,11 +109,14 @@ def test_many_visitors_beside_a_flood():
 sizes = st.tuples(st.integers(1, 120), st.integers(1, 60))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(sizes, sizes, st.booleans(), st.sampled_from([160, 4000]), st.booleans(), st.booleans())
 @example((1, 4), (1, 10), False, 160, False, False)
+@example((2, 7), (98, 9), True, 160, False, True)
+@example((2, 21), (4, 36), False, 160, True, False)
+@example((1, 24), (117, 39), False, 160, False, False)
 def test_two_that_always_wait_stay_close(first, second, looks_ahead, num_blocks, latecomer, are_tenants):
-    """At most `credit` (2 leads) and `lead` apart, and the service of the steps that it takes to see that."""
+    """At most 2 leads apart, and the service of the steps that it takes to see that; room is not taken to and fro."""
     engine = build(looks_ahead=looks_ahead, num_blocks=num_blocks)
     names = (("a", None), ("b", None)) if are_tenants else (("t", "x"), ("t", "y"))
     lines = dict(zip(names, (first, second), strict=True))
@@ -130,8 +134,8 @@ def test_two_that_always_wait_stay_close(first, second, looks_ahead, num_blocks,
         if step >= 61:
             apart.append(abs(served(engine, *names[0]) - served(engine, *names[1])))
     engine.scheduler.check_integrity()
-    assert max(apart) <= 3 * LEAD + 2 * step_service
-    assert engine.scheduler.num_preemptions < 250, "one a step"
+    assert max(apart) <= 2 * LEAD + 2 * step_service
+    assert engine.scheduler.num_preemptions < 100
 
 
 def test_idle_time_earns_no_more_than_the_credit():
@@ -222,8 +226,10 @@ def test_the_most_served_tenants_newest_goes_and_nobody_without_a_lead():
     engine.step(6.0)
     assert engine.scheduler.num_preemptions == 0, "b is behind by less than a lead"
     submit(engine, "c", "c", 20, 500, arrival=7.0)
-    while served(engine, "a") - served(engine, "c") <= LEAD:
+    newest = next(s for s in engine.scheduler.running if s.request.spec.request_id == "a1")
+    while served(engine, "a") - served(engine, "c") < LEAD + min(PROMPT * newest.num_computed, LEAD):
         engine.step(8.0)
+        assert engine.scheduler.num_preemptions == 0, "c is behind by no more than a1 costs to compute again"
     engine.step(9.0)
     assert engine.scheduler.num_preemptions == 1
     assert {s.request.spec.request_id for s in engine.scheduler.running} == {"a0", "b0", "c"}

@@ -11,7 +11,7 @@ from inference_service.engine.config import EngineConfig
 from inference_service.engine.engine import Engine
 from inference_service.engine.runner import ModelRunner, kv_bytes_per_token
 from inference_service.engine.scheduler import Scheduler
-from inference_service.lora.adapter import AdapterPool
+from inference_service.lora.pool import AdapterPool
 from inference_service.lora.slots import SlotTable
 from inference_service.model.loader import load_config
 from inference_service.types import GenerateSpec, Sampling, Stop
@@ -55,7 +55,7 @@ def run(engine, specs):
         engine.answer_adapters()
         engine.scheduler.adapters.poll()
         for output in engine.step(time.monotonic()).values():
-            assert not output.failed
+            assert not output.failed, output.failed
             for delta in output.deltas:
                 tokens, logprobs = answers.setdefault((delta.request_id, delta.index), ([], []))
                 tokens += delta.token_ids

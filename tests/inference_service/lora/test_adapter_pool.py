@@ -7,9 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from inference_service.lora.adapter import MAX_AHEAD, AdapterPool, AdapterState
+from inference_service.lora.adapter import AdapterState
 from inference_service.lora.gaps import UNIT
-from inference_service.lora.slots import Handle, Move, SlotTable, StaleHandle
+from inference_service.lora.pool import MAX_AHEAD, AdapterPool
+from inference_service.lora.residents import Handle, Move, StaleHandle
+from inference_service.lora.slots import SlotTable
 from inference_service.stats import LoadInFlight, Usage
 from inference_service.types import Acquired, AcquireFailed, BlobLayout, ChunkLayout
 from shared.errors import AdapterInvalid, AdapterMemory, SourceUnavailable
@@ -289,6 +291,34 @@ def test_a_pin_asked_for_during_a_load_survives_another_load(bench: Bench) -> No
     bench.pool.load("a", pinned=True)
     bench.ready("a")  # loads it once more, without a pin
     assert bench.pool.residents()[0].pinned
+
+
+def test_nobodys_pin_ends_anothers(bench: Bench) -> None:
+    bench.pool.load("a", pinned=True, owner="registry")
+    bench.ready("a", pinned=True)
+    bench.ready("b")
+    bench.pool.load("b", pinned=True, owner="registry")
+
+    def pinned() -> dict[str, bool]:
+        bench.pool.check_integrity()
+        return {resident.digest: resident.pinned for resident in bench.pool.residents()}
+
+    bench.pool.keep_pins("registry", {"b", "unknown"})
+    assert pinned() == {"a": True, "b": True}
+    bench.pool.keep_pins("registry", frozenset())
+    assert pinned() == {"a": True, "b": False}
+    bench.pool.keep_pins("operator", frozenset())
+    assert pinned() == {"a": False, "b": False}
+
+
+def test_a_pin_that_is_not_kept_does_not_come_with_a_later_load(bench: Bench) -> None:
+    """Of an adapter that never arrived."""
+    bench.pool.load("a", pinned=True, owner="registry")
+    bench.pool.on_acquire_failed(AcquireFailed("a", AdapterInvalid("broken").record()))
+    bench.pool.keep_pins("registry", frozenset())
+    bench.now += 60
+    bench.ready("a")
+    assert not bench.pool.residents()[0].pinned
 
 
 def test_unload_of_an_idle_adapter_frees_it_at_once(bench: Bench) -> None:

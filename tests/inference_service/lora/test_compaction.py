@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_service.lora import arena as arena_module
-from inference_service.lora.adapter import AdapterPool, AdapterState
+from inference_service.lora.adapter import AdapterState
 from inference_service.lora.arena import Arena
 from inference_service.lora.batch import LoraBatch
 from inference_service.lora.gaps import UNIT
 from inference_service.lora.linear import LoraLinear, group_of
-from inference_service.lora.slots import Handle, Move, SlotTable
+from inference_service.lora.pool import AdapterPool
+from inference_service.lora.residents import Handle, Move
+from inference_service.lora.slots import SlotTable
 from inference_service.types import Acquired
 from tests.inference_service.lora.blobs import Blob
 from tests.inference_service.lora.test_lora_linear import ALL, CONFIG, CPU, PART, SHAPES, Projection

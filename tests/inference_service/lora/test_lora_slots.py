@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from inference_service.lora.gaps import UNIT, Range, coalesce, complement, fit, round_up
-from inference_service.lora.slots import Handle, Room, SlotTable, StaleHandle
+from inference_service.lora.residents import Handle, Room, StaleHandle
+from inference_service.lora.slots import SlotTable
 from inference_service.types import BlobLayout, ChunkLayout
 from shared.errors import AdapterMemory
 

@@ -3,7 +3,7 @@
 import torch
 
 from inference_service.lora.arena import Arena
-from inference_service.lora.slots import Handle, Move
+from inference_service.lora.residents import Handle, Move
 from inference_service.types import BlobLayout, ChunkLayout, ExtraLayout
 
 CPU = torch.device("cpu")

@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from shared.adapter_format.bound import FINAL_NORM
+from shared.base_model import module_path
 
 
 def merged(model, bound, weights):
@@ -35,8 +36,7 @@ def merged(model, bound, weights):
     for (layer, module, kind), vector in vectors.items():
         if (layer, module) not in adapted:
             assert kind == "bias"
-            parent = backbone.layers[layer].self_attn
-            getattr(parent, ("q_proj", "k_proj", "v_proj", "o_proj")[module]).bias.data = vector
+            backbone.get_submodule(module_path(layer, module).removeprefix("model.")).bias.data = vector
     if bound.embed is not None:
         table = _rows(backbone.embed_tokens.weight.data, bound.embed, bound.extra_vocab, tensors)
         if bound.embed.a is not None:
@@ -51,7 +51,7 @@ def merged(model, bound, weights):
         if head.a is not None:
             _adapt(
                 linear,
-                head.scale * tensors[head.b] @ tensors[head.a],
+                head.scale * _dense(tensors[head.b], head.blocks[1]) @ _dense(tensors[head.a], head.blocks[0]),
                 tensors.get(head.magnitude),
                 tensors.get(head.lora_bias),
                 head.scale,

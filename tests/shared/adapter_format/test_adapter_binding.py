@@ -209,10 +209,9 @@ def test_shapes_and_dtypes(side, dtype, shape):
     assert refused(AdapterInvalid, entries).metadata["tensor"].startswith(Q0)
 
 
-@pytest.mark.parametrize("dtype", ["F64", "F8_E4M3"])
-def test_floats_that_are_not_served(dtype):
-    error = refused(UnsupportedAdapter, tensors() | {f"{Q0}.lora_A.weight": info(dtype, (4, 16))})
-    assert error.metadata["tensor"] == f"{Q0}.lora_A.weight"
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"])
+def test_floats_of_every_size(dtype):
+    assert bind(tensors() | {f"{Q0}.lora_A.weight": info(dtype, (4, 16))}).rank == 4
 
 
 def test_a_rank_that_the_config_contradicts():
@@ -221,6 +220,41 @@ def test_a_rank_that_the_config_contradicts():
     assert "rank 4" in error.message
     error = refused(AdapterInvalid, tensors(), rank_pattern={"v_proj": 2})
     assert error.metadata == {"tensor": f"{PREFIX}model.layers.0.self_attn.v_proj.lora_A.weight"}
+
+
+BARE = "base_model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"layers_to_transform": [0, 1, 2]},
+        {"target_modules": r"model\.layers\..*[qv]_proj"},
+        {"target_modules": ["q_proj", "v_proj", "k_proj"], "exclude_modules": r"model\..*k_proj"},
+    ],
+)
+def test_an_old_file_that_a_bare_backbones_names_do_not_explain(keys):
+    bound = bind(tensors(prefix="base_model."), **keys)
+    assert [module.path for module in bound.modules] == [module.path for module in bind(tensors()).modules]
+
+
+def test_patterns_that_mean_something_else_on_a_bare_backbone():
+    for pattern, scale in (("k_proj", 2), ("0.self_attn.q_proj", 0.75)):
+        bound = bind(tensors(prefix="base_model."), alpha_pattern={pattern: 3})
+        assert bound.modules[0].scale == scale
+    error = refused(AdapterInvalid, tensors(prefix="base_model."), alpha_pattern={"model.layers.0.self_attn.q_proj": 3})
+    assert error.metadata == {"tensor": f"{BARE}.lora_A.weight"}
+    assert "save it again" in error.message
+
+
+def test_the_heads_name_tells_an_old_file_from_a_bare_backbones():
+    head = {"base_model.lm_head.lora_A.weight": (4, 16), "base_model.lm_head.lora_B.weight": (32, 4)}
+    entries = tensors(prefix="base_model.") | {name: info("F32", shape) for name, shape in head.items()}
+    keys = {"target_modules": ["q_proj", "v_proj", "lm_head"], "alpha_pattern": {"model.layers.0.self_attn.q_proj": 3}}
+    bound = bind(entries, **keys)
+    assert (bound.modules[0].scale, bound.head.rank) == (0.75, 4)
+    mixed = tensors(prefix="") | {name: info("F32", shape) for name, shape in head.items()}
+    assert "named differently" in refused(AdapterInvalid, mixed, **keys).message
 
 
 def test_an_empty_file():

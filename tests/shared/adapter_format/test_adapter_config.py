@@ -105,7 +105,7 @@ def test_plain_initialisations(value):
         ("kasa", "loraplex adapter convert"),
         ("pissa_niter_16", "path_initial_model_for_weight_conversion"),
         ("corda", "path_initial_model_for_weight_conversion"),
-        ("loftq", "path_initial_model_for_weight_conversion"),
+        ("loftq", "merge_and_unload"),
         ("lora_ga", "path_initial_model_for_weight_conversion"),
         ("new", "not known"),
     ],

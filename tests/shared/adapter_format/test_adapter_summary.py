@@ -46,3 +46,12 @@ def test_embedding_head_and_norms():
 def test_a_saved_matrix_costs_at_most_all_its_rows():
     bound = bind(tensors() | {f"{EMBED}.weight": info("F32", (32, 16))}, modules_to_save=["embed_tokens"])
     assert summarise(bound, MODEL)[-1].device_bytes == 32 * (2 * 16 + 8)
+
+
+def test_blocks_are_told():
+    entries = tensors(["q_proj"]) | {
+        f"{PREFIX}model.layers.{layer}.self_attn.q_proj.lora_A.weight": info("F32", (4, 8)) for layer in range(3)
+    }
+    blocks = {"target_modules_bd_a": ["q_proj"], "nblocks": 2}
+    (line,) = summarise(bind(entries, target_modules=["q_proj"], use_bdlora=blocks), MODEL)
+    assert line.kinds == ("lora", "block_diagonal")

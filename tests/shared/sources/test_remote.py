@@ -128,6 +128,16 @@ def test_progress_is_what_attempts_are_counted_without() -> None:
         opened(Server([Step(True, True, 0, True)] * 5))
 
 
+def test_no_further_attempt_is_made_of_what_has_brought_nothing_for_long() -> None:
+    silent = Step(False, True, 0, True)
+    server = Server([Step(False, True, 10_000, True), silent, silent])
+    with pytest.raises(SourceUnavailable) as caught:
+        rest(opened(server, 0, len(CONTENT), stall=0.0))
+    assert caught.value.retry_after
+    assert len(server.asked) == 1
+    assert rest(opened(server, 0, len(CONTENT), stall=60.0)) == CONTENT
+
+
 def test_what_is_refused_for_good_is_not_asked_again() -> None:
     asked = []
 

@@ -52,6 +52,12 @@ def test_tokens_that_do_not_exist():
             {"trainable_token_indices": [3]},
             "trainable_token_indices",
         ),
+        (
+            MODEL,
+            {f"{PREFIX}{name}.weight": info("F32", (33, 16)) for name in ("model.embed_tokens", "lm_head")},
+            {},
+            "alora_invocation_tokens",
+        ),
     ],
 )
 def test_what_would_act_before_the_activation(model, entries, keys, key):

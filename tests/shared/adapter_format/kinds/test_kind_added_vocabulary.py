@@ -46,6 +46,17 @@ def test_new_tokens_without_a_row():
     assert error.metadata == {"tensor": f"{EMBED}.weight"}
 
 
+def test_a_side_that_peft_does_not_save():
+    entries = {
+        f"{HEAD}.lora_A.weight": info("F32", (4, 16)),
+        f"{HEAD}.lora_B.weight": info("F32", (34, 4)),
+        f"{HEAD}.base_layer.weight": info("F32", (34, 16)),
+    }
+    error = refused(AdapterInvalid, entries, target_modules=["lm_head"])
+    assert error.metadata == {"tensor": f"{EMBED}.weight"}
+    assert "train with it in modules_to_save" in error.message
+
+
 @pytest.mark.parametrize("entries", [matrix(EMBED), matrix(HEAD), matrix(EMBED) | matrix(HEAD, 35)])
 def test_one_side_only(entries):
     assert "tensor" in refused(AdapterInvalid, tensors() | entries).metadata

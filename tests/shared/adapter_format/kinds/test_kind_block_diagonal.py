@@ -1,6 +1,6 @@
 import pytest
 
-from shared.errors import AdapterInvalid, UnsupportedAdapter
+from shared.errors import AdapterInvalid
 from tests.shared.adapter_format.adapter_samples import PREFIX, bind, info, refused, tensors
 
 Q0, V0 = (f"{PREFIX}model.layers.0.self_attn.{name}" for name in ("q_proj", "v_proj"))
@@ -55,16 +55,28 @@ def test_modules_on_both_sides_or_on_none(value):
     "keys", [{"use_dora": True}, {"alora_invocation_tokens": [1]}, {"velora_config": {"num_groups": 2}}]
 )
 def test_what_peft_cannot_combine(keys):
-    assert refused(AdapterInvalid, entries(), use_bdlora=blocks(), **keys).metadata == {"key": "use_bdlora"}
+    error = refused(AdapterInvalid, entries(), use_bdlora=blocks(), **keys)
+    assert error.metadata["key"] in {"use_bdlora", *keys}
+    assert "cannot be used with" in error.message
 
 
-def test_a_head_in_blocks_is_not_served():
+def test_a_head_in_blocks():
     head = {
         f"{PREFIX}lm_head.lora_A.weight": info("F32", (4, 16)),
         f"{PREFIX}lm_head.lora_B.weight": info("F32", (32, 2)),
     }
-    targets = ["q_proj", "v_proj", "lm_head"]
-    error = refused(
-        UnsupportedAdapter, entries() | head, target_modules=targets, use_bdlora=blocks(b=["q_proj", "lm_head"])
-    )
-    assert error.metadata == {"key": "use_bdlora"}
+    keys = {"target_modules": ["q_proj", "v_proj", "lm_head"], "use_bdlora": blocks(b=["q_proj", "lm_head"])}
+    bound = bind(entries() | head, **keys)
+    assert (bound.head.blocks, "block_diagonal" in bound.kinds) == ((1, 2), True)
+    head[f"{PREFIX}lm_head.lora_B.weight"] = info("F32", (32, 4))
+    assert refused(AdapterInvalid, entries() | head, **keys).metadata == {"tensor": f"{PREFIX}lm_head.lora_B.weight"}
+
+
+def test_rows_that_the_blocks_do_not_divide():
+    head = {
+        f"{PREFIX}lm_head.lora_A.weight": info("F32", (3, 16)),
+        f"{PREFIX}lm_head.lora_B.weight": info("F32", (32, 1)),
+    }
+    value = blocks(b=["lm_head"]) | {"nblocks": 3}
+    error = refused(AdapterInvalid, head, target_modules=["lm_head"], r=3, use_bdlora=value)
+    assert error.metadata == {"tensor": f"{PREFIX}lm_head.lora_B.weight"}

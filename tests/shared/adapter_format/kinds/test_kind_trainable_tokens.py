@@ -66,7 +66,7 @@ def test_what_peft_cannot_combine():
     error = refused(
         AdapterInvalid, tensors() | rows() | saved, trainable_token_indices=[1, 2], modules_to_save=["embed_tokens"]
     )
-    assert error.metadata == {"key": "trainable_token_indices"}
+    assert error.metadata == {"key": "modules_to_save"}
     lora = {
         f"{EMBED}.lora_embedding_A": info("F32", (4, 32)),
         f"{EMBED}.lora_embedding_B": info("F32", (16, 4)),

@@ -1,0 +1,153 @@
+"""What logs and traces tell of a request, however it ends, and that prompts are in neither unless asked for."""
+
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from inference_service import server
+from inference_service.request_log import write_line
+from inference_service.request_record import MAX_TEXT, RequestJournal, RequestRecord
+from inference_service.request_spans import add_spans
+from inference_service.request_stats import RequestMeter
+from loraplex.inference.v1 import inference_pb2 as pb
+from loraplex.inference.v1.inference_pb2_grpc import InferenceServiceStub
+from shared import spans
+from shared.tracing import start_tracing
+from tests.inference_service.serving_fakes import DIGEST, SERVICE, FakeAdapters, FakeEngine, byte_model, saying
+from tests.shared.otlp_collector import SERVER, Collector, collecting
+
+GENERATE = f"{SERVICE}/Generate"
+SECRET = "the merger is on"
+
+
+class Told:
+    """What came of a server's requests. The spans are complete when the server has ended."""
+
+    def __init__(self, collector: Collector, meter: RequestMeter, caplog: pytest.LogCaptureFixture) -> None:
+        self.collector = collector
+        self.meter = meter
+        self._caplog = caplog
+
+    @property
+    def line(self) -> dict:
+        (record,) = [record for record in self._caplog.records if record.name == "loraplex.requests"]
+        return vars(record)
+
+    @property
+    def span(self):
+        return self.collector.one(GENERATE, SERVER)
+
+
+@pytest.fixture
+def telling(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(spans, "LAST_EXPORT_SECONDS", 60)
+    caplog.set_level(logging.INFO, "loraplex.requests")
+
+    @asynccontextmanager
+    async def run(engine: FakeEngine, *, keeps_text: bool = False) -> AsyncIterator[tuple[Told, InferenceServiceStub]]:
+        with collecting() as collector:
+            tracing = start_tracing(collector.endpoint, "loraplex-inference", "api", {})
+            assert tracing is not None
+            meter = RequestMeter()
+            readers = [add_spans, write_line]
+            journal = RequestJournal("tiny", meter, readers, keeps_text=keeps_text, span=tracing.current)
+            api = await server.start(
+                "127.0.0.1:0", byte_model(), engine, FakeAdapters(), journal=journal, observers=[tracing]
+            )
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{api.port}") as channel:
+                yield Told(collector, meter, caplog), InferenceServiceStub(channel)
+            await api.stop(0.0)
+            tracing.close()
+
+    return run
+
+
+def chat(**fields: object) -> pb.GenerateRequest:
+    message = pb.ChatMessage(role="user", content=SECRET)
+    return pb.GenerateRequest(chat=pb.Chat(messages=[message]), **fields)  # type: ignore[arg-type]
+
+
+async def read(stream) -> list[pb.GenerateResponse]:
+    return [response async for response in stream]
+
+
+async def test_words_are_in_neither_log_nor_trace(telling) -> None:
+    async with telling(FakeEngine(saying(SECRET))) as (told, stub):
+        await read(stub.Generate(chat(adapter="pirate", request_id="mine")))
+    assert SECRET not in json.dumps(told.line, default=str)
+    assert not any(SECRET in str(span) for span in told.collector.spans())
+    assert (told.line["request_id"], told.line["adapter_digest"], told.line["outcome"]) == ("mine", DIGEST, "stop")
+    assert (told.line["queue_seconds"], told.line["adapter_seconds"]) == (0.25, 0.5)
+    assert told.span.attributes["gen_ai.operation.name"] == "chat"
+    assert told.span.attributes["gen_ai.usage.output_tokens"] == len(SECRET) + 1
+
+
+async def test_words_are_in_both_when_asked_for_and_cut_when_they_are_many(telling) -> None:
+    engine = FakeEngine(saying("x" * (MAX_TEXT + 5), size=1000))
+    async with telling(engine, keeps_text=True) as (told, stub):
+        await read(stub.Generate(chat()))
+    assert told.line["prompt"] == [("user", SECRET)]
+    (answer,) = told.line["answers"]
+    assert answer == "x" * MAX_TEXT
+    (asked,) = json.loads(told.span.attributes["gen_ai.input.messages"])
+    assert asked == {"role": "user", "parts": [{"type": "text", "content": SECRET}]}
+    (said,) = json.loads(told.span.attributes["gen_ai.output.messages"])
+    assert said == {"role": "assistant", "parts": [{"type": "text", "content": answer}]}
+
+
+async def test_a_refused_request_is_told_with_its_reason(telling) -> None:
+    async with telling(FakeEngine()) as (told, stub):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read(stub.Generate(chat(adapter="nobody")))
+    assert (told.line["outcome"], told.line["adapter"], told.line["tenant"]) == (
+        "ADAPTER_NOT_FOUND", "nobody", "default",
+    )  # fmt: skip
+    assert "prompt_tokens" not in told.line
+    assert told.line["trace_id"] == told.span.trace_id
+    assert (told.span.attributes["error.type"], told.span.attributes["rpc.grpc.status_code"]) == (
+        "ADAPTER_NOT_FOUND",
+        5,
+    )
+    assert told.span.has_failed
+    assert told.meter.stats.errors == {"ADAPTER_NOT_FOUND": 1}
+
+
+async def test_what_is_refused_for_its_length_is_told_shortly(telling) -> None:
+    messages = [pb.ChatMessage(role="user", content="y" * 9_000)] * 20
+    request = pb.GenerateRequest(adapter="pirate", request_id="z" * 100_000, chat=pb.Chat(messages=messages))
+    async with telling(FakeEngine(), keeps_text=True) as (told, stub):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(stub.Generate(request))
+    assert told.line["outcome"] == "INVALID_ARGUMENT", caught.value
+    assert len(json.dumps({key: told.line[key] for key in ("adapter", "request_id", "prompt")})) < 20_000
+
+
+async def test_a_reader_that_fails_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(record: RequestRecord) -> None:
+        raise RuntimeError("no disk")
+
+    journal = RequestJournal("tiny", RequestMeter(), [broken])
+    api = await server.start("127.0.0.1:0", byte_model(), FakeEngine(), FakeAdapters(), journal=journal)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{api.port}") as channel:
+        assert (await read(InferenceServiceStub(channel).Generate(chat())))[-1].HasField("finished")
+    await api.stop(0.0)
+    assert "no disk" in caplog.text
+
+
+async def test_a_request_whose_caller_leaves_is_told_as_far_as_it_came(telling) -> None:
+    engine = FakeEngine(saying("half", end=""))
+    async with telling(engine) as (told, stub):
+        stream = stub.Generate(chat())
+        while not (await stream.read()).HasField("delta"):
+            pass
+        stream.cancel()
+        await engine.closed.wait()
+    assert told.line["outcome"] == "CANCELLED"
+    assert told.line["completion_tokens"] >= 1
+    assert told.span.attributes["rpc.grpc.status_code"] == 1
+    assert told.span.attributes["gen_ai.response.finish_reasons"] == []
+    assert {"queue", "prefill", "decode"} <= {span.name for span in told.collector.spans()}
