@@ -60,7 +60,7 @@ serve: model
 test: setup-dev lint proto manifests test-py
 
 test-py: setup-dev model
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-faults: setup-dev model
 	$(BIN)/python -m pytest -s -m 'slow or not slow' tests/e2e tests/registry_service/test_registry_kills.py
@@ -103,6 +103,7 @@ bench-engine: setup-dev
 	$(BIN)/python -m tests.bench.engine --json build/bench-engine-r16.json
 	$(BIN)/python -m tests.bench.engine --adapters 8 --counts 8 --rank 64 --loads D --json build/bench-engine-r64.json
 	$(BIN)/python -m tests.bench.served --json build/bench-served.json
+	$(BIN)/python -m tests.bench.exact_bf16 --wide --json build/exact-bf16.json
 
 locks: setup-dev
 	$(LOCK) --extra tracing -o deploy/docker/registry.lock

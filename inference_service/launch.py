@@ -27,6 +27,9 @@ from shared.references import check_id
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 _STOP_SECONDS = 10.0
+# glibc raises its threshold for blocks that go back to the system to the largest that was freed, and the engine's
+# tensors, of a new size each step, then leave a heap that grows by gigabytes. A threshold that was set stays.
+_ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(128 << 10)}
 
 
 class BaseModel(NamedTuple):
@@ -102,7 +105,7 @@ def child_specs(config: InferenceConfig, base: BaseModel, folder: Path, host_are
             engine,
             engine,
             fds=(host_arena_fd,),
-            environment={"TRITON_CACHE_DIR": str(kernel_cache(config))},  # read when triton is imported
+            environment={"TRITON_CACHE_DIR": str(kernel_cache(config)), **_ALLOCATOR},  # read when triton is imported
         ),
         *(
             _spec("api", "inference_service.server", api, api, stage=0, grace=api_grace, hears_events=True)

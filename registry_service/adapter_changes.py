@@ -16,7 +16,7 @@ from registry_service.database import Database
 from registry_service.lookup import any_adapter, live_adapter, live_version, not_found
 from registry_service.models import DELETE, DELETED, UPSERT, Adapter, AdapterVersion
 from registry_service.quotas import Quotas, amounts_of
-from registry_service.registration import commit_change
+from registry_service.registration_rules import commit_change
 from registry_service.repository import AdapterView
 from shared.errors import EtagMismatch, FailedPrecondition, InvalidArgument, VersionInUse
 from shared.references import LATEST, Reference, adapter_name, version_name

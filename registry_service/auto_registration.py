@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from registry_service.quotas import is_quota
-from registry_service.registration import AdapterExists, Registered, Registrar, Registration
+from registry_service.registration import Registrar
+from registry_service.registration_rules import AdapterExists, Registered, Registration
 from registry_service.single_flight import SingleFlight
 from shared.auth import Caller, audit, no_adapter
 from shared.errors import (

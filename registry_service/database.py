@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from sqlalchemy import Connection, Engine, Executable, Row, create_engine, event
+from sqlalchemy import Connection, Engine, ExceptionContext, Executable, Row, create_engine, event
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
@@ -36,12 +36,12 @@ _UNAVAILABLE = "the registry's database is unavailable"
 _POSTGRES: dict[str, Any] = {
     "pool_timeout": 10,
     # Prepared statements do not survive a transaction pooler between us and Postgres.
-    "connect_args": {"prepare_threshold": None, "connect_timeout": 5},
+    "connect_args": {"prepare_threshold": None, "connect_timeout": 5, **_SILENCE},
 }
 _SQLITE_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _SQLITE_BROKEN = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY)
 _REPEATABLE_STATES = ("40001", "40P01")  # serialization_failure, deadlock_detected
-_READ_ONLY = "25006"
+_TAKES_NO_WRITES = ("25006", "0A000")  # read-only transaction; READ WRITE cannot be set while a standby recovers
 _LOST_CLASSES = ("08", "57P", "53", "3D")  # connection, shutting down or starting, out of something, no such database
 
 
@@ -98,7 +98,7 @@ class Database:
         """
 
         async def committed() -> T:
-            result = await self._repeat(lambda: self._transaction(self._writers, work), is_write=True)
+            result = await self._repeat(lambda: self._transaction(self._writers, work))
             self.on_write()
             return result
 
@@ -141,18 +141,16 @@ class Database:
             self.on_connection(time.monotonic() - began)
             return await work(session)
 
-    async def _repeat(self, once: Callable[[], Awaitable[T]], *, is_write: bool = False) -> T:
+    async def _repeat(self, once: Callable[[], Awaitable[T]]) -> T:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 result = await once()
                 self._came_up()
                 return result
             except (DBAPIError, PoolTimeout, OSError) as error:
-                kind = "lost" if is_write and _is_standby(error) else _kind(error)
+                kind = _kind(error)
                 if kind == "bug" or (attempt == _ATTEMPTS and isinstance(error, IntegrityError)):
                     raise
-                if is_write and _is_standby(error):
-                    await self.engine.dispose()  # connect anew: to the server that is the primary now
                 if kind == "lost" or attempt == _ATTEMPTS:
                     self._went_down(error)
                     raise RegistryUnavailable(_UNAVAILABLE, retry_after=_RETRY_SECONDS) from None
@@ -188,7 +186,16 @@ def _create_engine(url: str) -> AsyncEngine:
         engine = create_async_engine(driver_url(url, is_async=True), pool_size=8)
         configure_sqlite(engine.sync_engine)
         return engine
-    return create_async_engine(driver_url(url, is_async=True), pool_size=10, pool_pre_ping=True, **_POSTGRES)
+    engine = create_async_engine(driver_url(url, is_async=True), pool_size=10, pool_pre_ping=True, **_POSTGRES)
+    event.listen(engine.sync_engine, "handle_error", _leave_standby)
+    return engine
+
+
+def _leave_standby(context: ExceptionContext) -> None:
+    """A server that takes no writes is as good as gone: all connect anew, to the primary of now."""
+    is_write = context.connection is not None and context.connection.get_execution_options().get("is_write", False)
+    if is_write and getattr(context.original_exception, "sqlstate", None) in _TAKES_NO_WRITES:
+        context.is_disconnect = True
 
 
 def _create_lookups(url: str) -> AsyncEngine | Engine:
@@ -224,11 +231,6 @@ def configure_sqlite(engine: Any, *, begins: bool = True) -> None:
 
     if begins:
         event.listen(engine, "begin", on_begin)
-
-
-def _is_standby(error: Exception) -> bool:
-    """Whether a statement failed because the server takes no writes (any more)."""
-    return isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) == _READ_ONLY
 
 
 def _kind(error: Exception) -> Literal["lost", "race", "bug"]:

@@ -9,7 +9,7 @@ from loraplex.registry.v1 import registry_pb2, resources_pb2
 from registry_service.checks import MAX_LABEL_CHARS, Checks, is_text
 from registry_service.filter_fields import Compile, condition
 from registry_service.filter_syntax import parse_filter
-from registry_service.registration import Registration
+from registry_service.registration_rules import Registration
 from registry_service.watch import WatchRequest, read_resume_token
 from shared.digest import check_digest
 from shared.errors import InvalidArgument

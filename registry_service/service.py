@@ -23,7 +23,8 @@ from registry_service.lookup import (
 )
 from registry_service.models import Adapter, AdapterVersion
 from registry_service.records import AdapterRecord
-from registry_service.registration import Registered, Registrar, Registration
+from registry_service.registration import Registrar
+from registry_service.registration_rules import Registered, Registration
 from registry_service.repository import ListQuery, Target
 from registry_service.serving import ShownAdapter, shown
 from registry_service.watch import Batch, Watches, WatchRequest

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).parent
+LONG = ("kinds", "e2e", "registry_service", "kernels")
+
 # Libraries read these when they are first imported.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -29,3 +32,12 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The folders whose files take longest come first, so that no worker is left with one at the end."""
+    items.sort(key=lambda item: _place(item.path.relative_to(TESTS).parts[0]))
+
+
+def _place(folder: str) -> int:
+    return LONG.index(folder) if folder in LONG else len(LONG)

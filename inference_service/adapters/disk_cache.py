@@ -17,7 +17,7 @@ import re
 import shutil
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
@@ -35,7 +35,8 @@ _NO_FOLDER = (errno.ENOTDIR, errno.EACCES, errno.ELOOP)
 
 
 class DiskCache:
-    """An LRU of `budget` bytes. Safe to call from several threads; what is `held` is never evicted by this process.
+    """An LRU of `budget` bytes. Safe to call from several threads; what is `held`, and what it was told to `keep`, is
+    never evicted by this process.
 
     Raises OSError if the folder cannot be used.
     """
@@ -47,6 +48,7 @@ class DiskCache:
         self._folders = root / "sha256"
         self._lock = Lock()
         self._held: Counter[str] = Counter()
+        self._kept: Set[str] = frozenset()
         self._reserved = 0
         self._folders.mkdir(parents=True, exist_ok=True)
         self._work, self._work_fd = _create_work_folder(root / "work")
@@ -71,8 +73,13 @@ class DiskCache:
         finally:
             with self._lock:
                 self._held[digest] -= 1
-                if not self._held[digest]:
+                if not self._held[digest] and digest not in self._kept:
                     del self._held[digest]
+
+    def keep(self, digests: Set[str]) -> None:
+        """Pin `digests` and no others: they are not evicted, whether they are here yet or not."""
+        with self._lock:
+            self._kept = frozenset(digests)
 
     def has(self, digest: str) -> bool:
         """Whether the adapter's folder was here when it was last looked at; never waits for the disk."""
@@ -151,7 +158,7 @@ class DiskCache:
         for digest, size in self._sizes.items():
             if nbytes <= 0:
                 break
-            if not self._held[digest]:
+            if not self._held[digest] and digest not in self._kept:
                 victims.append(digest)
                 nbytes -= size
         return victims, nbytes
@@ -159,7 +166,7 @@ class DiskCache:
     def _victims(self, nbytes: int) -> list[str]:
         victims, over = self._idle(sum(self._sizes.values()) + self._reserved + nbytes - self._budget)
         if over > 0 and nbytes:
-            message = f"the disk cache has no room for {nbytes} bytes beside the adapters in use"
+            message = f"the disk cache has no room for {nbytes} bytes beside the adapters in use and the pinned ones"
             raise AdapterMemory(message, metadata={"tier": "disk"}, retry_after=BUSY_RETRY_SECONDS)
         self._forget(victims)
         return victims

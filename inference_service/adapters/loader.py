@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from contextlib import suppress
 from typing import Literal, Protocol
 
@@ -231,6 +231,10 @@ class AdapterLoader:
     def in_host(self) -> set[str]:
         """Digests whose blobs are in host memory."""
         return {digest for digest, _ in self._tiers.host.entries()}
+
+    def keep_on_disk(self, digests: Set[str]) -> None:
+        """From now on the files of `digests`, and of no others, are kept whatever needs the room."""
+        self._tiers.disk.keep(digests)
 
     def stats(self) -> AdapterStats:
         """How the tiers and the loads are doing."""

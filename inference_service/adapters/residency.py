@@ -48,6 +48,7 @@ class Loader(Protocol):
 
     async def prepare(self, reference: str, choice_key: str = "") -> PreparedAdapter: ...
     def in_host(self) -> set[str]: ...
+    def keep_on_disk(self, digests: Set[str]) -> None: ...
 
 
 class Engine(Protocol):
@@ -189,12 +190,13 @@ class Residency:
             if load.wanted.is_pinned != version.is_pinned:
                 load.is_done = load.is_settled = False
             load.wanted = version
-        await self._find_lost()
         for load in self._loads.values():
             is_running = load.task is not None and not load.task.done()
             if not load.is_done and not is_running and self._clock() >= load.retry_at:
                 load.task = asyncio.get_running_loop().create_task(self._bring(load))
-        await self._end_other_pins(frozenset(digest for digest, version in wanted.items() if version.is_pinned))
+        pinned = frozenset(digest for digest, version in wanted.items() if version.is_pinned)
+        await self._end_other_pins(pinned)
+        await self._look_at_pins(pinned)
 
     async def _end_other_pins(self, pinned: frozenset[str]) -> None:
         """End the pins of what is not wanted any more, also those that a process before this one has set.
@@ -213,16 +215,17 @@ class Residency:
             return
         self._kept = pinned
 
-    async def _find_lost(self) -> None:
-        """A pinned adapter may have been unloaded by hand."""
-        pinned = [load for load in self._loads.values() if load.is_done and load.wanted.is_pinned]
-        if not pinned:
-            return
+    async def _look_at_pins(self, wanted: frozenset[str]) -> None:
+        """Keep the files of what is pinned, by operators too: a new engine gets it whether or not its source is there.
+        And what is wanted may have been unloaded by hand: it is brought again.
+        """
+        done = [load for load in self._loads.values() if load.is_done and load.wanted.is_pinned]
         try:
             held = {resident.digest for resident in await self._engine.residents() if resident.pinned}
         except EngineUnavailable:
             return
-        for load in pinned:
+        self._loader.keep_on_disk(wanted | held)
+        for load in done:
             load.is_done = load.wanted.digest in held
 
     async def _bring(self, load: _Load) -> None:

@@ -106,8 +106,9 @@ def fill_chunks(arrays: Mapping[str, npt.NDArray[Any]], runs: Sequence[Segment],
 
 
 def num_chunks(shape: BatchShape) -> int:
-    """Length of the adapters' work list, which depends on the batch's sizes alone."""
-    return max_chunks(shape.num_tokens, shape.num_seqs, rows_per_chunk(shape.num_tokens))
+    """Length of the adapters' work list, which depends on the batch's sizes alone. A chunk of a prompt has two runs of
+    rows where its adapter starts to act."""
+    return max_chunks(shape.num_tokens, shape.num_seqs + shape.num_prefills, rows_per_chunk(shape.num_tokens))
 
 
 def plain_batch(

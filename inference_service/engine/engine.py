@@ -74,6 +74,8 @@ class Engine:
     def step(self, now: float) -> dict[bytes, StepOutput]:
         """One forward pass at time `now`: what each API process (by name) should hear of it."""
         schedule = self.scheduler.schedule(now)
+        for failure in schedule.failed:  # at once: until the step is read, its client may be gone
+            self._put_failure(failure.request, failure.error)
         pending = self._guard(schedule, lambda: self._launch(schedule)) if schedule.chunks else None
         self.is_computing = bool(schedule.chunks) or self._launched is not None
         self._complete_launched(now)
@@ -148,8 +150,6 @@ class Engine:
             return None
 
     def _postprocess(self, schedule: Schedule, result: StepResult | None, now: float) -> None:
-        for failure in schedule.failed:
-            self._put_failure(failure.request, failure.error)
         for request in schedule.started:
             self.counters.started(request)
             self._output(request.client).started.append(_started(request, now))

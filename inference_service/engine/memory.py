@@ -128,7 +128,7 @@ def _too_much(wanted: Wanted, block_bytes: int, there_is: int, device: Device) -
     )
     kv_cache, adapters = wanted.kv_cache or 0, wanted.adapters or 0
     would_fit = there_is - adapters >= 2 * block_bytes  # if the whole device were ours
-    if wanted.kv_cache is None and (wanted.adapters is None or would_fit):
+    if wanted.kv_cache is None and (not wanted.adapters or would_fit):
         text = f"{wanted.fraction} leaves no room for keys and values: {facts}; raise it, or lower max_batched_tokens"
         return InvalidArgument.of("memory_fraction", text)
     if kv_cache >= adapters:

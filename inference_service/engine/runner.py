@@ -33,7 +33,11 @@ log = logging.getLogger(__name__)
 UNBOUNDED_KV_TOKENS = 1 << 62
 LOGIT_BYTES = 16 << 20  # of prompt logprobs' logits at a time
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-STICKY = ("device-side assert", "illegal memory access", "unspecified launch failure", "uncorrectable")
+# Of errors after which no step can be trusted: a CUDA context is unusable; oneDNN stays broken once it got no memory.
+STICKY = {
+    "cuda": ("device-side assert", "illegal memory access", "unspecified launch failure", "uncorrectable"),
+    "cpu": ("can't allocate memory", "could not create a primitive", "std::bad_alloc"),
+}
 
 
 class Placement(NamedTuple):
@@ -100,18 +104,20 @@ class ModelRunner:
         """One forward pass over the schedule's chunks, and a token for each that samples.
 
         Raises:
-            DeviceLost: after an error that leaves the CUDA context unusable.
+            DeviceLost: after an error that leaves the device unusable.
         """
         with self.device_errors():
             return self._execute(schedule)
 
     @contextmanager
     def device_errors(self) -> Iterator[None]:
-        """Tells errors that leave the CUDA context unusable from others."""
+        """Tells errors that leave the device unusable from others."""
         try:
             yield
+        except MemoryError as error:
+            raise DeviceLost("there is no memory") from error
         except RuntimeError as error:
-            if self.device.type == "cuda" and any(text in str(error) for text in STICKY):
+            if any(text in str(error) for text in STICKY[self.device.type]):
                 raise DeviceLost(str(error)) from error
             raise
 

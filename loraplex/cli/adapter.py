@@ -18,6 +18,7 @@ from loraplex.cli.options import (
     ReferenceArgument,
     RegistryAddress,
     key_values,
+    names_version,
     parsed,
     parsed_adapter,
 )
@@ -34,6 +35,7 @@ from loraplex.cli.output import (
 )
 from loraplex.client import Client
 from loraplex.registry.v1 import registry_pb2, resources_pb2
+from shared.errors import AdapterNotFound
 from shared.references import adapter_name, namespace_name
 
 app = typer.Typer(help="Manage adapters.")
@@ -135,19 +137,25 @@ def _ready(adapter: resources_pb2.Adapter) -> str:
 
 @app.command()
 def show(reference: ReferenceArgument, json: Json = False, registry: RegistryAddress = DEFAULT_REGISTRY) -> None:
-    """Show an adapter and the version that a reference means."""
+    """Show an adapter and the version that a reference means. A deleted one is shown without."""
     target = parsed(reference)
 
     async def both(client: Client) -> tuple[resources_pb2.Adapter, registry_pb2.ResolveAdapterResponse]:
         name = adapter_name(target.namespace, target.adapter)
         adapter = await client.call(client.registry.GetAdapter(registry_pb2.GetAdapterRequest(name=name)))
         resolve = registry_pb2.ResolveAdapterRequest(reference=target.canonical())
-        return adapter, await client.call(client.registry.ResolveAdapter(resolve))
+        try:
+            return adapter, await client.call(client.registry.ResolveAdapter(resolve))
+        except AdapterNotFound:
+            if names_version(target):
+                raise
+            return adapter, registry_pb2.ResolveAdapterResponse()
 
     adapter, resolved = run(both, registry=registry)
     if json:
         return print_json({"adapter": as_dict(adapter), "resolved": as_dict(resolved)})
-    print_table(("", ""), _details(adapter, resolved.version).items())
+    details = _of_adapter(adapter) | (_of_version(resolved.version) if resolved.HasField("version") else {})
+    print_table(("", ""), details.items())
     if modules := resolved.version.lora_config.modules:
         typer.echo("")
         print_table(("MODULE", "LAYERS", "RANK", "SCALE", "KINDS", "TENSORS", "BYTES"), map(_module, modules))
@@ -166,10 +174,11 @@ def _module(module: resources_pb2.AdaptedModule) -> tuple[object, ...]:
     )
 
 
-def _details(adapter: resources_pb2.Adapter, version: resources_pb2.AdapterVersion) -> dict[str, object]:
-    config = version.lora_config
+def _of_adapter(adapter: resources_pb2.Adapter) -> dict[str, object]:
+    times = {"deleted": adapter.delete_time, "purged after": adapter.purge_time}
     return {
         "adapter": adapter.name,
+        **({name: moment(time) for name, time in times.items()} if adapter.HasField("delete_time") else {}),
         "base model": adapter.base_model,
         "aliases": _aliases(adapter),
         "default alias": adapter.default_alias,
@@ -178,6 +187,12 @@ def _details(adapter: resources_pb2.Adapter, version: resources_pb2.AdapterVersi
         "not ready": ", ".join(f"{r.replica} ({r.reason})" for r in adapter.serving.not_ready) or "-",
         "description": adapter.description or "-",
         "labels": ", ".join(f"{k}={v}" for k, v in sorted(adapter.labels.items())) or "-",
+    }
+
+
+def _of_version(version: resources_pb2.AdapterVersion) -> dict[str, object]:
+    config = version.lora_config
+    return {
         "version": version.name.rpartition("/")[2],
         "digest": version.digest,
         "source": version.source.uri,
@@ -214,17 +229,20 @@ def versions(
     if json:
         return print_json(found)
     return print_table(
-        ("VERSION", "STATE", "DIGEST", "CREATED", "SOURCE"),
+        ("VERSION", "STATE", "RANK", "SIZE", "DIGEST", "CREATED", "SOURCE"),
         (
             (
                 short_version(v.name),
                 resources_pb2.AdapterVersion.State.Name(v.state).removeprefix("STATE_"),
+                v.lora_config.rank or "-",
+                megabytes(v.size_bytes),
                 short_digest(v.digest),
                 moment(v.create_time),
                 v.source.uri,
             )
             for v in found
         ),
+        spare=("CREATED", "SIZE"),
     )
 
 

@@ -7,15 +7,18 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from loraplex.cli.adapter_update import RESIDENCIES, Residency, updated
+from loraplex.cli.adapter_update import updated
 from loraplex.cli.adapters_file import AdapterEntry, WrongFile, read
+from loraplex.cli.apply_changes import Registered, aliases, fields, own_aliases, targets
 from loraplex.cli.calls import is_foreign, run
 from loraplex.cli.options import DEFAULT_REGISTRY, Json, RegistryAddress, parsed
 from loraplex.cli.output import print_json, print_table
 from loraplex.client import Client
 from loraplex.registry.v1 import registry_pb2, resources_pb2
 from shared.errors import AdapterNotFound, LoraplexError
-from shared.references import Reference, adapter_name, alias_name, namespace_name
+from shared.references import LATEST, Reference, adapter_name, alias_name, namespace_name, parse_version_name
+
+ON_DEMAND = resources_pb2.Adapter.RESIDENCY_ON_DEMAND
 
 
 class Row(NamedTuple):
@@ -28,18 +31,9 @@ class Row(NamedTuple):
     detail: str
 
 
-class _Registered(NamedTuple):
-    """An entry that the registry has taken. `version` is 0 if it was only validated."""
-
-    entry: AdapterEntry
-    version: int
-    digest: str
-    created: bool
-
-
 def apply(
     file: Annotated[Path, typer.Option("--file", "-f", help="YAML file; its keys are above.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only validate.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only validate, and say what would be done.")] = False,
     prune: Annotated[bool, typer.Option("--prune", help="Take away aliases that the file does not list.")] = False,
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
@@ -74,7 +68,7 @@ def apply(
       registered  a new version
       updated     a known version; the adapter or an alias was changed
       unchanged   all is as the file says
-      valid       with --dry-run: it could be registered
+      to register, to update   the same, with --dry-run
       differs     there are aliases that the file does not list: --prune takes
                   them away; exit status 1
       failed      refused, for the reason given; exit status 1
@@ -101,173 +95,157 @@ async def _apply(client: Client, entries: Sequence[AdapterEntry], dry_run: bool,
     for index, entry in enumerate(entries):
         adapters.setdefault(parsed(entry.name), []).append(index)
     for target, indices in adapters.items():
-        registered: dict[int, _Registered] = {}
-        before = await _known_aliases(client, target)
-        own = _own_aliases({index: entries[index] for index in indices})
+        registered: dict[int, Registered] = {}
+        before = await _adapter(client, target)
+        own = own_aliases({index: entries[index] for index in indices})
         for index in indices:
-            result = await _register(client, target, entries[index], own[index], dry_run)
-            if isinstance(result, Row):
-                rows[index] = result
-            else:
-                registered[index] = result
-        if dry_run:
-            rows.update(
-                {index: Row(each.entry.name, "valid", 0, each.digest, "") for index, each in registered.items()}
-            )
-            continue
+            try:
+                if dry_run:
+                    registered[index] = await _validated(client, target, entries[index], own[index], new=-1 - index)
+                else:
+                    registered[index] = await _registered(client, target, entries[index], own[index])
+            except LoraplexError as error:
+                if is_foreign(error):
+                    raise
+                rows[index] = Row(entries[index].name, "failed", 0, "", error.summary)
         is_whole = len(registered) == len(indices)
-        rows.update(await _finish(client, target, registered, before, is_whole=is_whole, prune=prune))
+        if registered:
+            doing = _Doing(client, target, before, dry_run)
+            rows.update(await _finish(doing, registered, is_whole=is_whole, prune=prune))
     return [rows[index] for index in range(len(entries))]
 
 
-async def _register(
-    client: Client, target: Reference, entry: AdapterEntry, aliases: Sequence[str], dry_run: bool
-) -> "_Registered | Row":
-    """Registers the entry and points `aliases` at its version, both or neither."""
-    request = registry_pb2.RegisterAdapterRequest(
+async def _registered(client: Client, target: Reference, entry: AdapterEntry, own: Sequence[str]) -> Registered:
+    """Registers the entry and points the aliases `own` at its version, both or neither."""
+    response = await client.call(client.registry.RegisterAdapter(_request(target, entry, own)))
+    return Registered(entry, _number(response.version), response.version.digest, response.created)
+
+
+async def _validated(
+    client: Client, target: Reference, entry: AdapterEntry, own: Sequence[str], *, new: int
+) -> Registered:
+    """What `_registered` would answer. A version that there is not yet has the number `new`, below 0."""
+    request = _request(target, entry, own)
+    request.validate_only = True
+    response = await client.call(client.registry.RegisterAdapter(request))
+    digest = response.version.digest
+    if response.created:
+        return Registered(entry, new, digest, created=True)
+    known = registry_pb2.ResolveAdapterRequest(reference=target._replace(digest=digest).canonical())
+    resolved = await client.call(client.registry.ResolveAdapter(known))
+    return Registered(entry, _number(resolved.version), digest, created=False)
+
+
+def _request(target: Reference, entry: AdapterEntry, own: Sequence[str]) -> registry_pb2.RegisterAdapterRequest:
+    return registry_pb2.RegisterAdapterRequest(
         parent=namespace_name(target.namespace),
         adapter_id=target.adapter,
         base_model=entry.base_model,
         source=resources_pb2.AdapterSource(uri=entry.source, credential_ref=entry.credential),
         labels=entry.labels,
         description=entry.description or "",
-        aliases=aliases,
+        aliases=own,
         request_id=str(uuid.uuid4()),
-        validate_only=dry_run,
     )
-    try:
-        response = await client.call(client.registry.RegisterAdapter(request))
-    except LoraplexError as error:
-        if is_foreign(error):
-            raise
-        return Row(entry.name, "failed", 0, "", error.summary)
-    number = int(response.version.name.rpartition("/")[2] or 0)
-    return _Registered(entry, number, response.version.digest, response.created)
 
 
-async def _finish(
-    client: Client,
-    target: Reference,
-    registered: dict[int, _Registered],
-    before: dict[str, dict[int, float]],
-    *,
-    is_whole: bool,
-    prune: bool,
-) -> dict[int, Row]:
-    """Sets what the entries of one adapter say of it and their registrations have not.
+def _number(version: resources_pb2.AdapterVersion) -> int:
+    return parse_version_name(version.name, "version.name").version
 
-    `before`: what its aliases meant. `is_whole`: none of the entries failed.
-    """
-    if not registered:
-        return {}
+
+class _Doing(NamedTuple):
+    """What is done to one adapter, or with `dry_run` only said. `before`: as it was, without a name if it was not."""
+
+    client: Client
+    target: Reference
+    before: resources_pb2.Adapter
+    dry_run: bool
+
+    async def now(self, registered: dict[int, Registered]) -> resources_pb2.Adapter:
+        """The adapter after its entries were registered, or as it would be then, but for its aliases."""
+        if not self.dry_run:
+            return await _adapter(self.client, self.target)
+        if self.before.name:
+            return self.before
+        first = next(iter(registered.values())).entry
+        return resources_pb2.Adapter(
+            labels=first.labels, description=first.description or "", default_alias=LATEST, residency=ON_DEMAND
+        )
+
+    async def set_alias(self, alias: str, wanted: dict[int, float]) -> None:
+        if not self.dry_run:
+            await _set_alias(self.client, self.target, alias, wanted)
+
+    async def delete_alias(self, alias: str) -> None:
+        if not self.dry_run:
+            await _delete_alias(self.client, self.target, alias)
+
+    async def update(self, adapter: resources_pb2.Adapter, changed: dict[str, Any]) -> resources_pb2.Adapter:
+        if not self.dry_run:
+            return await updated(self.client, resources_pb2.Adapter(name=adapter.name, **changed), list(changed))
+        for field in changed:
+            adapter.ClearField(field)  # type: ignore[arg-type]  # a field's name
+        adapter.MergeFrom(resources_pb2.Adapter(**changed))
+        return adapter
+
+
+async def _finish(doing: _Doing, registered: dict[int, Registered], *, is_whole: bool, prune: bool) -> dict[int, Row]:
+    """Sets what the entries of one adapter say of it and their registrations have not. `is_whole`: none has failed."""
     changes: dict[int, list[str]] = {index: [] for index in registered}
+    listed = aliases(registered)
     extra: list[str] = []
     try:
-        adapter = await _adapter(client, target)
-        for alias, targets in _aliases(registered).items():
-            wanted = {number: weight for number, weight, _ in targets}
-            if _targets(adapter).get(alias) != wanted:
-                adapter = await _set_alias(client, target, alias, wanted)
-            if before.get(alias) != wanted:
-                for number, _, index in targets:
-                    changes[index].append(f"{alias}→{number}")
+        adapter = await doing.now(registered)
+        for alias, meant in listed.items():
+            wanted = {number: weight for number, weight, _ in meant}
+            if targets(adapter).get(alias) != wanted:
+                await doing.set_alias(alias, wanted)
+            if targets(doing.before).get(alias) != wanted:
+                for number, _, index in meant:
+                    changes[index].append(f"{alias}→{number if number > 0 else 'new'}")
         for index, each in registered.items():
-            if fields := _fields(each.entry, adapter):
-                adapter = await updated(client, _adapter_with(adapter, fields), list(fields))
-                changes[index] += fields
+            if changed := fields(each.entry, adapter):
+                adapter = await doing.update(adapter, changed)
+                changes[index] += changed
         if is_whole and any(each.entry.aliases is not None for each in registered.values()):
-            extra = sorted(_targets(adapter).keys() - _aliases(registered).keys())
+            extra = sorted(targets(adapter).keys() - listed.keys())
         if extra and prune:
             for alias in extra:
-                await _delete_alias(client, target, alias)
+                await doing.delete_alias(alias)
             changes[next(iter(registered))] += [f"{alias} taken away" for alias in extra]
             extra = []
     except LoraplexError as error:
         if is_foreign(error):
             raise
         return {i: Row(e.entry.name, "failed", e.version, e.digest, error.summary) for i, e in registered.items()}
-    return {index: _row(each, changes[index], extra) for index, each in registered.items()}
+    return {index: _row(each, changes[index], extra, doing.dry_run) for index, each in registered.items()}
 
 
-def _row(registered: _Registered, changes: list[str], extra: list[str]) -> Row:
+def _row(registered: Registered, changes: list[str], extra: list[str], dry_run: bool) -> Row:
     entry, version, digest, created = registered
-    result = "registered" if created else "updated" if changes else "unchanged"
+    done = ("to register", "to update") if dry_run else ("registered", "updated")
+    result = done[0] if created else done[1] if changes else "unchanged"
     if not extra or entry.aliases is None:
-        return Row(entry.name, result, version, digest, "; ".join(changes))
+        return Row(entry.name, result, max(version, 0), digest, "; ".join(changes))
     details = [result, *changes, f"aliases that are not listed: {', '.join(extra)} (--prune takes them away)"]
-    return Row(entry.name, "differs", version, digest, "; ".join(details))
-
-
-def _aliases(registered: dict[int, _Registered]) -> dict[str, list[tuple[int, float, int]]]:
-    """By alias: (version, weight, index of the entry). Weighted ones share; of plain ones the last entry has it."""
-    found: dict[str, list[tuple[int, float, int]]] = {}
-    for index, each in registered.items():
-        if isinstance(each.entry.aliases, dict):
-            for alias, weight in each.entry.aliases.items():
-                others = [other for other in found.get(alias, []) if other[0] != each.version]
-                found[alias] = [*others, (each.version, weight, index)]
-        else:
-            found.update({alias: [(each.version, 1.0, index)] for alias in each.entry.aliases or ()})
-    return found
-
-
-def _own_aliases(entries: dict[int, AdapterEntry]) -> dict[int, list[str]]:
-    """The aliases that shall mean one entry's version and nothing else, by entry. As `_aliases`, before there are
-    versions."""
-    shares: dict[str, dict[int, float]] = {}
-    for index, entry in entries.items():
-        if isinstance(entry.aliases, dict):
-            for alias, weight in entry.aliases.items():
-                shares.setdefault(alias, {})[index] = weight
-        else:
-            shares.update({alias: {index: 1.0} for alias in entry.aliases or ()})
-    return {index: [alias for alias, share in shares.items() if share == {index: 1.0}] for index in entries}
-
-
-def _targets(adapter: resources_pb2.Adapter) -> dict[str, dict[int, float]]:
-    return {a.name.rpartition("/")[2]: {t.version: t.weight for t in a.targets} for a in adapter.aliases}
-
-
-def _fields(entry: AdapterEntry, adapter: resources_pb2.Adapter) -> dict[str, Any]:
-    """Fields of the adapter that are other than the entry says, and what it says."""
-    wanted = {
-        "description": entry.description,
-        "labels": entry.labels,
-        "annotations": entry.annotations,
-        "default_alias": entry.default_alias,
-        "residency": None if entry.residency is None else RESIDENCIES[Residency(entry.residency)],
-    }
-    return {
-        field: value
-        for field, value in wanted.items()
-        if value is not None
-        and (dict(getattr(adapter, field)) if isinstance(value, dict) else getattr(adapter, field)) != value
-    }
-
-
-def _adapter_with(adapter: resources_pb2.Adapter, fields: dict[str, Any]) -> resources_pb2.Adapter:
-    return resources_pb2.Adapter(name=adapter.name, **fields)
+    return Row(entry.name, "differs", max(version, 0), digest, "; ".join(details))
 
 
 async def _adapter(client: Client, target: Reference) -> resources_pb2.Adapter:
+    """The adapter, or one without a name where there is none."""
     request = registry_pb2.GetAdapterRequest(name=adapter_name(target.namespace, target.adapter))
-    return await client.call(client.registry.GetAdapter(request))
-
-
-async def _known_aliases(client: Client, target: Reference) -> dict[str, dict[int, float]]:
-    """What the adapter's aliases mean; none if it is new."""
     try:
-        return _targets(await _adapter(client, target))
+        return await client.call(client.registry.GetAdapter(request))
     except AdapterNotFound:
-        return {}
+        return resources_pb2.Adapter()
 
 
-async def _set_alias(client: Client, target: Reference, alias: str, targets: dict[int, float]) -> resources_pb2.Adapter:
+async def _set_alias(client: Client, target: Reference, alias: str, wanted: dict[int, float]) -> None:
     request = registry_pb2.SetAdapterAliasRequest(
         name=alias_name(target.namespace, target.adapter, alias),
-        targets=[resources_pb2.AliasTarget(version=number, weight=weight) for number, weight in targets.items()],
+        targets=[resources_pb2.AliasTarget(version=number, weight=weight) for number, weight in wanted.items()],
     )
-    return (await client.call(client.registry.SetAdapterAlias(request))).adapter
+    await client.call(client.registry.SetAdapterAlias(request))
 
 
 async def _delete_alias(client: Client, target: Reference, alias: str) -> None:

@@ -121,6 +121,8 @@ def _check_modules(
     """Every tensor at work is one that conversion understands, and twice the rank is served."""
     for module in modules:
         largest = min(tensors[module.b].shape[0], tensors[module.a].shape[1]) - (method == "kasa")
+        if module.scale == 0:
+            raise tensor_invalid(module.a, f"has alpha 0, with which {method} takes nothing out of the linear")
         if module.rank > largest:
             raise tensor_invalid(
                 module.a, f"has rank {module.rank}; {method} takes at most {largest} out of this linear"

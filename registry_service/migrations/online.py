@@ -21,15 +21,21 @@ _IS_INVALID = text("SELECT 1 FROM pg_index WHERE indexrelid = to_regclass(:name)
 
 def build_indexes(engine: Engine, script: ScriptDirectory, revision: str) -> None:
     """Builds those of the next migration, if `revision` lies beyond the database's. One process does, others wait."""
-    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        # Waiting inside of one statement would hold a snapshot, and the build waits for older snapshots to go.
-        while not connection.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _LOCK_KEY}):
-            time.sleep(_POLL_SECONDS)
-        try:
-            for name, rest in _next_indexes(connection, script, revision):
-                _build(connection, name, rest)
-        finally:
-            connection.execute(text("SELECT pg_advisory_unlock(:key)"), {"key": _LOCK_KEY})
+    with engine.connect() as waiting, waiting.begin(), engine.connect() as connection:
+        _lock(waiting)
+        connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+        for name, rest in _next_indexes(connection, script, revision):
+            _build(connection, name, rest)
+
+
+def _lock(waiting: Connection) -> None:
+    """Until the transaction ends, also behind a transaction pooler.
+
+    The build waits until all older snapshots are gone. A statement that waits for the lock would hold one, and so would
+    one with parameters, whose portal stays open until the next.
+    """
+    while not waiting.scalar(text(f"SELECT pg_try_advisory_xact_lock({_LOCK_KEY})")):
+        time.sleep(_POLL_SECONDS)
 
 
 def _next_indexes(connection: Connection, script: ScriptDirectory, revision: str) -> tuple[tuple[str, str], ...]:

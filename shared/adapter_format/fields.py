@@ -56,7 +56,7 @@ _GENERAL: Mapping[str, Field] = {
     "layers_to_transform": used(None, _layers),
     "layers_pattern": used(None, _layers_pattern),
     "rank_pattern": used({}, lambda key, value: values.pattern(key, value, values.rank)),
-    "alpha_pattern": used({}, lambda key, value: values.pattern(key, value, values.alpha)),
+    "alpha_pattern": used({}, lambda key, value: values.pattern(key, value, values.alpha_of_some)),
     "fan_in_fan_out": refused(False, "no served model stores its linears transposed; set it to false"),
     "layer_replication": refused(None, "the base model is not served with replicated layers; train without them"),
     "monteclora_config": refused(

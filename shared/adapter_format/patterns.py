@@ -59,7 +59,7 @@ class NamePattern:
 
     Raises:
         AdapterInvalid: too long, nested too deeply or not a regular expression.
-        UnsupportedAdapter: uses back references, conditionals, lookbehind, atomic groups or inline flags.
+        UnsupportedAdapter: uses back references, conditionals, atomic groups or inline flags.
     """
 
     def __init__(self, source: str, key: str, form: str = "{}", whole: bool = True) -> None:
@@ -103,8 +103,10 @@ def _check(nodes: Iterable[Any], source: str, key: str, depth: int) -> None:
                 children = [argument[2]]
             case "SUBPATTERN" if not argument[1] and not argument[2]:
                 children = [argument[3]]
-            case "ASSERT" | "ASSERT_NOT" if argument[0] == 1:
+            case "ASSERT" | "ASSERT_NOT":
                 children = [argument[1]]
+                if argument[0] < 0 and len(set(argument[1].getwidth())) > 1:
+                    raise key_invalid(key, f"holds {source!r:.100}, whose lookbehind has no fixed width")
             case "AT" if argument.name in _ANCHORS:
                 children = []
             case name if name in _CHARACTER_NODES:
@@ -145,12 +147,18 @@ class _Walk:
                 return self._repeat(argument[0], argument[1], argument[2], starts)
             case "AT":
                 return frozenset(start for start in starts if self._is_at(argument.name, start))
+            case "ASSERT" | "ASSERT_NOT" if argument[0] < 0:  # behind, where every match has one width
+                width = argument[1].getwidth()[0]
+                return frozenset(s for s in starts if self._ends_at(argument[1], s - width, s) == (op == "ASSERT"))
             case "ASSERT" | "ASSERT_NOT":
                 wanted = op == "ASSERT"
                 return frozenset(s for s in starts if bool(self.sequence(argument[1], frozenset((s,)))) == wanted)
         if op == "IN":
             self.budget.spend(len(starts) * len(argument), self.key)
         return frozenset(s + 1 for s in starts if s < len(self.name) and _is_in(op, argument, self.name[s]))
+
+    def _ends_at(self, nodes: Iterable[Any], start: int, end: int) -> bool:
+        return start >= 0 and end in self.sequence(nodes, frozenset((start,)))
 
     def _repeat(self, least: int, most: int, body: Sequence[Any], starts: Positions) -> Positions:
         """Between `least` and `most` times. Both loops end early: positions only grow, up to the end of the name."""

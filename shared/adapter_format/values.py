@@ -57,6 +57,11 @@ def alpha(key: str, value: Any) -> float:
     return float(value)
 
 
+def alpha_of_some(key: str, value: Any) -> float:
+    """As `alpha`, but 0 leaves some modules as they are."""
+    return 0.0 if type(value) in (int, float) and value == 0 else alpha(key, value)
+
+
 def flag(key: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise key_invalid(key, f"must be true or false, is {value!r:.60}")

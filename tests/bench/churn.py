@@ -49,6 +49,7 @@ class Setting(NamedTuple):
         clients: Client processes.
         streams: That decode all the time.
         scale: Of the loads' numbers of requests and tokens: a CPU does less.
+        sizes: Of working sets.
     """
 
     model: ModelConfig
@@ -59,6 +60,7 @@ class Setting(NamedTuple):
     clients: int
     streams: int
     scale: float
+    sizes: tuple[int, ...] = (64, 256, 1000)
 
     @property
     def adapter_bytes(self) -> int:
@@ -207,7 +209,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 async def working_sets(setting: Setting, folder: Path) -> dict[str, Any]:
     """Goodput, first tokens and loads by the size of the working set."""
     report: dict[str, Any] = {}
-    sizes = (64, 256, 1000)
+    sizes = setting.sizes
     names = [f"set-{n}" for n in range(max(sizes))]
     small = setting._replace(rank=8, modules=QV)
     store = folder / "sets"
@@ -347,9 +349,9 @@ def _summary(seen: Sequence[Seen], seconds: float) -> dict[str, float]:
 SCENARIOS = {"gaps": gaps, "working-set": working_sets, "swap": swaps}
 
 
-async def measure(device: str, scenarios: Sequence[str]) -> dict[str, Any]:
+async def measure(device: str, scenarios: Sequence[str], sizes: tuple[int, ...]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="loraplex-churn-") as folder:
-        setting = (on_gpu if device == "cuda" else on_cpu)(Path(folder))
+        setting = (on_gpu if device == "cuda" else on_cpu)(Path(folder))._replace(sizes=sizes)
         report = {}
         for name in scenarios:
             report[name] = await SCENARIOS[name](setting, Path(folder))
@@ -361,9 +363,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="which, separated by commas")
+    parser.add_argument("--sizes", default="64,256,1000", help="of working sets, separated by commas")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
-    report = asyncio.run(measure(arguments.device, arguments.scenarios.split(",")))
+    sizes = tuple(map(int, arguments.sizes.split(",")))
+    report = asyncio.run(measure(arguments.device, arguments.scenarios.split(","), sizes))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=2))

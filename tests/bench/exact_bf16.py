@@ -5,7 +5,7 @@ transformers), which is what a server with one adapter would run. Log-probabilit
 a position; of each position the token and the 20 best count. The goal is at most 1.1.
 
 Step time: of base-only and plain-LoRA batches, in an engine that holds only plain adapters and in one that holds one of
-each other kind beside them, in turns.
+each other kind beside them, in turns. On a CPU it is CPU time, of one thread.
 
     python -m tests.bench.exact_bf16 [--device cuda] [--wide] [--json build/exact-bf16.json]
 """
@@ -15,7 +15,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,7 +101,7 @@ def engine_of(world: World, num_adapters: int) -> Engine:
 # ---- exactness
 
 
-def measure_exactness(world: World, num_prompts: int = 8, length: int = 24, output: int = 8) -> list[Exactness]:
+def measure_exactness(world: World, num_prompts: int, length: int = 24, output: int = 8) -> list[Exactness]:
     """One entry for each case, all of them in one batch."""
     generator = torch.Generator().manual_seed(1)
     specs = [
@@ -170,9 +171,7 @@ def _logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 # ---- step time
 
 
-def measure_step_times(
-    world: World, plain: str, rounds: int = 5, num_requests: int = 16, output: int = 64
-) -> list[StepTimes]:
+def measure_step_times(world: World, plain: str, rounds: int, num_requests: int, output: int) -> list[StepTimes]:
     """The base model's and a plain adapter's batches, in two engines in turns."""
     found = []
     for load, digest in (("base", None), ("plain LoRA", world.digests[plain])):
@@ -181,7 +180,8 @@ def measure_step_times(
         times: dict[str, list[float]] = {name: [] for name in engines}
         for turn in range(rounds + 1):  # the first is thrown away
             for name, engine in engines.items():
-                times[name].append(_decode_ms(engine, digest, num_requests, output, turn))
+                engine_time = _decode_ms(engine, digest, num_requests, output, turn, world.device)
+                times[name].append(engine_time)
         found.append(StepTimes(load, times["alone"][1:], times["beside"][1:]))
     return found
 
@@ -191,8 +191,9 @@ def _fill(engine: Engine, digests: Sequence[str]) -> None:
     run(engine, [GenerateSpec(d, [5, 6], Sampling(temperature=0.0), Stop(1), d) for d in digests])
 
 
-def _decode_ms(engine: Engine, digest: str | None, num_requests: int, output: int, seed: int) -> float:
+def _decode_ms(engine: Engine, digest: str | None, num_requests: int, output: int, seed: int, device: str) -> float:
     """The median step of a batch that only decodes."""
+    clock = time.perf_counter if device == "cuda" else time.process_time
     for number in range(num_requests):
         stop = Stop(output, ignore_eos=True)
         engine.submit(b"", GenerateSpec(f"{seed}/{number}", [3 + seed, 4 + number], Sampling(seed=seed), stop, digest))
@@ -200,13 +201,22 @@ def _decode_ms(engine: Engine, digest: str | None, num_requests: int, output: in
     while engine.scheduler.has_work:
         engine.answer_adapters()
         engine.scheduler.adapters.poll()
-        started = time.perf_counter()
+        started = clock()
         engine.step(time.monotonic())
-        seconds.append(time.perf_counter() - started)
+        seconds.append(clock() - started)
     return 1e3 * statistics.median(seconds[4:-4])
 
 
 # ---- report
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many of torch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -215,14 +225,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--base", default="qwen2", choices=BASES)
     parser.add_argument("--cases", nargs="*", help="of tests/kinds/cases.py; the first of each kind by default")
     parser.add_argument("--wide", action="store_true", help="1,024 wide and 8 layers deep instead of 64 and 3")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=8, help="of each case")
+    parser.add_argument("--rounds", type=int, default=5, help="of step times")
+    parser.add_argument("--requests", type=int, default=16, help="that decode at once in a round")
+    parser.add_argument("--tokens", type=int, default=64, help="of each of them")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     cases = list(dict.fromkeys(["plain", *(args.cases or cases_of(args.base))]))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _threads(1 if args.device == "cpu" else torch.get_num_threads()):
         world = make(Path(folder), args.base, args.device, cases, WIDE if args.wide else {})
-        exact = measure_exactness(world)
-        steps = measure_step_times(world, "plain", args.rounds)
+        exact = measure_exactness(world, args.prompts)
+        steps = measure_step_times(world, "plain", args.rounds, args.requests, args.tokens)
     for entry in exact:
         print(f"{entry.case:40} {entry.engine:.2e} / {entry.merged:.2e} = {entry.engine / entry.merged:.2f}")
     for step in steps:

@@ -8,7 +8,11 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 def cpu_seconds(pid: int) -> float:
     """Processor time of a process and of all its children, in steps of 10 ms."""
-    return (sum(_times(pid)) + sum(sum(_times(child)[:2]) for child in _children(pid))) / _TICKS
+    own = sum(_times(pid))
+    try:
+        return (own + sum(sum(_times(child)[:2]) for child in _children(pid))) / _TICKS
+    except (FileNotFoundError, ProcessLookupError):  # a child has ended: its time is the process' own from now on
+        return cpu_seconds(pid)
 
 
 def reset_peak(pid: int) -> None:

@@ -7,6 +7,7 @@ the database in open loop, changes told to watches, the snapshot of a watch, reg
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -180,6 +181,11 @@ def show(figures: Sequence[Figure]) -> None:
         print(f"{name:48}{value:8.2f} {unit:3}{mark}{wanted:>10}  {more}", flush=True)
 
 
+def _plain(figure: Figure) -> dict[str, Any]:
+    """For JSON, which knows no infinity: where calls failed there is no figure."""
+    return {**figure._asdict(), "value": figure.value if math.isfinite(figure.value) else None}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--databases", default="postgres,sqlite")
@@ -196,7 +202,7 @@ def main() -> None:
     print(f"load before: {os.getloadavg()[0]:.1f}; {scale}")
     choices = weighted_choice()
     results: dict[str, Any] = {"scale": scale._asdict(), "load": os.getloadavg()}
-    results["replica"] = [figure._asdict() for figure in choices]
+    results["replica"] = [_plain(figure) for figure in choices]
     print(f"\n{'on a replica':48}{'measured':>12}{'target':>10}")
     show(choices)
     with tempfile.TemporaryDirectory() as temporary:
@@ -204,7 +210,7 @@ def main() -> None:
         with databases(arguments.databases.split(","), folder) as found:
             for database, (url, server) in found.items():
                 figures = uvloop.run(bench(database, url, folder, scale, server))
-                results[database] = [figure._asdict() for figure in figures]
+                results[database] = [_plain(figure) for figure in figures]
     print(f"\n{time.monotonic() - began:.0f} s; load after: {os.getloadavg()[0]:.1f}")
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """What is measured of a registry: resolutions, watches, registrations, lists."""
 
 import asyncio
+import math
 import random
 import statistics
 import time
@@ -101,9 +102,11 @@ def _of_database(milliseconds: float) -> str:
 
 
 def _spread(found: Latencies) -> str:
-    """The median, the worst, and the part that is the client's own."""
+    """The median, the worst, the part that is the client's own, and how many failed."""
     p50, worst, late = quantile(found.answered, 0.5), found.answered[-1], quantile(found.late, 0.99)
-    return f"p50 {p50:.2f}, worst {worst:.1f}; sent late by p99 {late:.1f}"
+    failed = sum(map(math.isinf, found.answered))
+    said = f"; {failed} of {len(found.answered)} failed" if failed else ""
+    return f"p50 {p50:.2f}, worst {worst:.1f}; sent late by p99 {late:.1f}{said}"
 
 
 async def fan_out(registry: Registry, watched: str, scale: Scale) -> list[Figure]:

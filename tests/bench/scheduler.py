@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from inference_service.engine.blocks import BlockAllocator
+from inference_service.engine.blocks import BlockAllocator, ChainSeed
 from inference_service.engine.config import EngineLimits
 from inference_service.engine.scheduler import Scheduler
 from inference_service.engine.sequence import Request
@@ -19,6 +19,7 @@ from inference_service.types import Acquired, BlobLayout, ChunkLayout, GenerateS
 
 RUNNING, WAITING, STEPS = 256, 1000, 200
 ADAPTER_BYTES = 1024
+SEED = ChainSeed(b"bench")
 LAYOUT = BlobLayout(ADAPTER_BYTES, 16, "bfloat16", (ChunkLayout(0, 0, ADAPTER_BYTES, ()),))
 
 
@@ -65,7 +66,7 @@ class Load:
         spec = GenerateSpec(
             str(self.count), prompt, Sampling(temperature=0.0), Stop(10**6), digest, tenant, arrival=time.monotonic()
         )
-        self.scheduler.add(Request(spec, b"bench", b"seed", self.count))
+        self.scheduler.add(Request(spec, b"bench", SEED, self.count))
 
     def step(self) -> float:
         """Seconds that deciding one step took."""

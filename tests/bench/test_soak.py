@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from tests.bench.soak import fit
+from tests.bench.soak import Outcome, fit
+from tests.bench.streams import Ask, Seen
 
 MINUTE, MIB = 60.0, float(1 << 20)
 
@@ -36,3 +37,20 @@ def test_what_is_not_certain_is_not_growth() -> None:
 def test_too_few_samples() -> None:
     with pytest.raises(ValueError, match="cannot be divided"):
         fit([0.0, 1.0], [1.0, 1.0])
+
+
+def request(error: str = "", tokens: int = 2) -> Seen:
+    return Seen(Ask("", prompt=1, output=2, seed=0), 0.0, tuple(float(at) for at in range(tokens)), error)
+
+
+@pytest.mark.parametrize(
+    ("seen", "found"),
+    [
+        ([request(), request("QUEUE_FULL", 0)], []),
+        ([request()] * 9 + [request("QUEUE_FULL", 0)], ["it was no overload: 1 of 10 requests were refused"]),
+        ([request(tokens=1), request("QUEUE_FULL", 0)], ["1 answers were cut"]),
+        ([request("INTERNAL", 1), request("QUEUE_FULL", 0)], ["1 × INTERNAL"]),
+    ],
+)
+def test_what_fails_a_soak(seen: list[Seen], found: list[str]) -> None:
+    assert Outcome(60.0, 1.0, {}, seen).failures(bound=0.0) == found

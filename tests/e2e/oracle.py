@@ -34,10 +34,18 @@ class Oracle:
 
     def __init__(self, base: Path, adapters: Mapping[str, Path]) -> None:
         self._folders = adapters
+        self._scored: dict[str, tuple[list[int], torch.Tensor]] = {}  # by adapter, the last ids and their logits
         self._model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
 
     def logits(self, ids: Sequence[int], adapter: str) -> torch.Tensor:
         """Logits `[len(ids), vocab]` in float32 with `adapter`, or the base model's if it is empty."""
+        known, logits = self._scored.get(adapter, ([], torch.empty(0)))
+        if known[: len(ids)] != list(ids):
+            logits = self._computed(ids, adapter)
+            self._scored[adapter] = list(ids), logits
+        return logits[: len(ids)]
+
+    def _computed(self, ids: Sequence[int], adapter: str) -> torch.Tensor:
         if adapter:
             self._load(adapter)
             self._model.set_adapter(adapter)

@@ -55,6 +55,7 @@ class RawConnection:
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)), timeout=10)
+        self.is_ended = False  # by the other end
 
     def send(self, content: bytes) -> None:
         """Sends as much as the other end takes."""
@@ -65,10 +66,12 @@ class RawConnection:
         """What comes until the other end closes, for at most `seconds`."""
         self.socket.setblocking(False)
         loop, content = asyncio.get_running_loop(), b""
-        with suppress(TimeoutError, OSError):
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while piece := await loop.sock_recv(self.socket, 1 << 16):
-                    content += piece
+                with suppress(ConnectionError):
+                    while piece := await loop.sock_recv(self.socket, 1 << 16):
+                        content += piece
+                self.is_ended = True
         return content
 
     def close(self) -> None:

@@ -15,7 +15,11 @@ from shared.adapter_format.served import SERVED_KINDS
 from tests.e2e.streams import Collected, collect
 from tests.inference_service.engine.kind_models import CASES, VOCAB, World, build, oracle_logits
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore")]  # PEFT warns of what these are made of
+pytestmark = [
+    pytest.mark.slow,  # every run has tests/kinds/test_kinds.py
+    pytest.mark.asyncio,
+    pytest.mark.filterwarnings("ignore"),  # PEFT warns of what these are made of
+]
 
 BASE = "tiny"
 OTHERS = ("qwen2", "qwen3")

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import struct
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
@@ -26,6 +26,11 @@ RESIDENT = {"": "", "content-0": "content-0", "content-1": "content-1"}
 NUM_NEVER_READING = 200
 MOST_GROWTH = 96 << 20  # bytes of an API process with all of them
 SETTLE_SECONDS = 30.0
+# What ends a connection. Others are left open, with an error for their stream or none.
+ENDED = {
+    "HTTP/1.1", "garbage", "garbage after the preface", "a frame larger than allowed", "settings of no size",
+    "a continuation of nothing",
+}  # fmt: skip
 
 
 class Replica(NamedTuple):
@@ -188,23 +193,26 @@ async def test_malformed_http2(world: TinyWorld, replica: Replica) -> None:
     stack, client = replica
     (api,) = processes_of(stack, "api")
     sockets = api.num_fds()
-    answers: Counter[str] = Counter()
+    answers: defaultdict[str, list[str]] = defaultdict(list)
 
-    async def suffer(content: bytes) -> None:
+    async def suffer(what: str, content: bytes) -> None:
         connection = http2.RawConnection(stack.inference.address)
         try:
             await asyncio.to_thread(connection.send, content)
-            kinds = {kind for kind, _ in http2.frames(await connection.received(1.0))}
+            content = await connection.received(SETTLE_SECONDS if what in ENDED else 0.5)
+            kinds = {kind for kind, _ in http2.frames(content)}
         finally:
             connection.close()
+        assert connection.is_ended or what not in ENDED, what
         names = {http2.GOAWAY: "GOAWAY", http2.RST_STREAM: "RST_STREAM", http2.HEADERS: "a status"}
-        answers[", ".join(name for kind, name in names.items() if kind in kinds) or "no more than SETTINGS"] += 1
+        told = [name for kind, name in names.items() if kind in kinds]
+        answers[", ".join([*told, "ended" if connection.is_ended else "left open"])].append(what)
 
     async with Traffic(world, client, RESIDENT) as traffic:
-        await asyncio.gather(*(suffer(content) for content in malformed().values()))
+        await asyncio.gather(*(suffer(*each) for each in malformed().items()))
         await traffic.answers(12)
     (still,) = processes_of(stack, "api")
     assert still.pid == api.pid
     await until_idle(client)
     await until_closed(api, sockets)
-    print(f"answered with {dict(answers)}")
+    print("; ".join(f"{how}: {', '.join(what)}" for how, what in answers.items()))

@@ -3,10 +3,8 @@
 import asyncio
 import resource
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, suppress
-from functools import partial
+from contextlib import AsyncExitStack
 from typing import NamedTuple
 
 import grpc
@@ -16,7 +14,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from examples.stack import INFERENCE_SERVICE, Stack
-from loraplex import Client, LoraplexError
+from loraplex import Client
 from loraplex.inference.v1 import control_pb2, inference_pb2_grpc
 from tests.e2e.processes import kill, processes_of
 from tests.e2e.streams import collect
@@ -98,31 +96,22 @@ async def test_a_killed_engine_ends_its_streams_at_once_and_comes_back(world: Ti
 
 
 @pytest.mark.slow
-async def test_an_engine_without_memory_fails_steps_and_goes_on(world: TinyWorld, replica: Replica) -> None:
-    """The kernel gives it no page more for a while: steps of shapes that were not there before cannot be computed."""
+async def test_an_engine_that_gets_no_memory_ends_and_comes_back(world: TinyWorld, replica: Replica) -> None:
+    """The kernel gives it no page more, so a step of a shape that was not there before fails, and libraries with it."""
     stack, client = replica
     (engine,) = processes_of(stack, "engine")
-    failed: Counter[str] = Counter()
-    async with Traffic(world, client, RESIDENT, tolerated=AWAY | {"INTERNAL"}) as traffic:
+    prompt = [7] * 150
+    async with Traffic(world, client, RESIDENT, tolerated=AWAY) as traffic:
         resource.prlimit(engine.pid, resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))
-        try:
-            for length in range(50, 200, 10):
-                try:
-                    await collect(client, [7] * length, "content-0", stop={"max_tokens": 2}, timeout=PATIENCE_SECONDS)
-                except LoraplexError as error:
-                    failed[error.reason] += 1
-        finally:
-            with suppress(ProcessLookupError):
-                resource.prlimit(engine.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
-        given_back = time.monotonic()
-        await at_last(lambda: ask(client, 1, "content-0"), PATIENCE_SECONDS)
-        seconds = time.monotonic() - given_back
+        out_of_memory = time.monotonic()
+        error = await refusal(collect(client, prompt, "content-0", stop={"max_tokens": 2}, timeout=PATIENCE_SECONDS))
+        assert error.reason in AWAY
+        await at_last(lambda: collect(client, prompt, "content-0", stop={"max_tokens": 2}), 60)
+        seconds = time.monotonic() - out_of_memory
         num_failed = traffic.failed.total()
         await traffic.answers(20)
-        assert traffic.failed.total() == num_failed, "requests failed after there was memory again"
-    assert failed.total(), "it had all the memory that it needed"
-    assert set(failed) <= AWAY | {"INTERNAL"}
-    print(f"of 15 requests without memory {dict(failed)} failed; answers {seconds:.2f} s after there was some")
+        assert traffic.failed.total() == num_failed, "requests failed after the engine was back"
+    print(f"answers {seconds:.2f} s after there was no memory")
 
 
 async def test_requests_do_not_notice_that_the_adapter_process_dies(world: TinyWorld, replica: Replica) -> None:
@@ -143,28 +132,26 @@ async def test_requests_do_not_notice_that_the_adapter_process_dies(world: TinyW
 
 @pytest.mark.slow
 async def test_the_adapter_process_dies_while_the_registry_is_down(world: TinyWorld, replica: Replica) -> None:
-    """What names mean died with it, so until the registry is back they are refused; the base model needs none."""
+    """Its successor reads from disk what names mean, so nobody notices but who asks for what was never asked for."""
     stack, client = replica
     assert stack.registry.process is not None
-    async with Traffic(world, client, {"": ""}) as traffic:
-        await asyncio.gather(*(ask(client, 0, name) for name in RESIDENT))
+    async with Traffic(world, client, RESIDENT) as traffic:
         streams = await long_streams(client, RESIDENT)
         stack.registry.process.kill()
         await stack.registry.process.wait()
         (adapters,) = processes_of(stack, "adapters")
         kill(adapters)
-        for error in await asyncio.gather(*(refusal(ask(client, 0, name)) for name in RESIDENT if name)):
+        killed = time.monotonic()
+        try:
+            error = await refusal(ask(client, 0, "never-heard-of-either"))
             assert error.reason == "REGISTRY_UNAVAILABLE"
             assert error.retry_after is not None
-        await asyncio.gather(*(stream.check(world) for stream in streams))
-        await traffic.answers(12)
-        await stack.registry.start()
-        await stack.registry.ready(30)
-        back = time.monotonic()
-        for name in RESIDENT:
-            answer, _ = await at_last(partial(ask, client, 0, name), 15)
-            assert_is_of(world, name, 0, answer)
-        print(f"adapters answer {time.monotonic() - back:.2f} s after the registry is back;", end=" ")
+            print(f"an unknown adapter is refused {time.monotonic() - killed:.2f} s after both deaths;", end=" ")
+            await asyncio.gather(*(stream.check(world) for stream in streams))
+            await traffic.answers(20)
+        finally:
+            await stack.registry.start()
+            await stack.registry.ready(30)
         await traffic.answers(8)
 
 

@@ -88,7 +88,7 @@ async def test_residency_outlives_processes_and_services(world: TinyWorld, tmp_p
         await stack.registry.start()
         await stack.registry.ready(SECONDS)
         await until(client, pinned, lambda status: status.target_replicas == 1)  # it still knows of the replica
-        await register_content(client, pinned, world.contents[3])
+        await register_content(client, pinned, world.contents[4])
         await until(client, pinned, lambda status: is_ready(status) and status.versions[0].version == 2)
         await set_residency(client, pinned, resources_pb2.Adapter.RESIDENCY_ON_DEMAND)
         await until_loaded(client, {pinned: False, preloaded: False})  # it stays until others need the room

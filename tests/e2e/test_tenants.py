@@ -11,7 +11,7 @@ from loraplex import Client, ClientIdentity
 from loraplex.inference.v1 import control_pb2, inference_pb2
 from loraplex.registry.v1 import registry_pb2
 from shared.errors import AdapterNotFound, PermissionDenied, Unauthenticated
-from tests.e2e.tiny_stack import BASE, PROMPTS, build
+from tests.e2e.tiny_stack import BASE, PROMPTS, TinyWorld
 from tests.shared.auth.token_files import entry, token
 
 SUBJECTS = {"anna": ("a", ["writer"]), "ben": ("b", ["admin"]), "reader": ("a", ["reader"])}
@@ -33,8 +33,7 @@ async def greedy(client: Client, adapter: str) -> tuple[list[int], str]:
     return ids, version
 
 
-async def test_two_tenants_on_one_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = build(tmp_path, num_contents=2)
+async def test_two_tenants_on_one_replica(world: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, own = tmp_path / "tokens.toml", tmp_path / "replica-token"
     known = [entry(subject, roles, [namespace]) for subject, (namespace, roles) in SUBJECTS.items()]
     tokens.write_text("\n".join([*known, entry("replica", ["replica"])]))

@@ -141,7 +141,8 @@ def test_random_weights_need_no_checkpoint(folder: Path) -> None:
 def test_compiled_kernels_are_kept_below_the_cache_folder(folder: Path) -> None:
     config = InferenceConfig(model=str(folder), device="cpu", cache_dir=Path("/c"))
     specs = child_specs(config, find_base_model(config), Path("/run/x"), 9)
-    assert [dict(spec.environment) for spec in specs] == [{}, {"TRITON_CACHE_DIR": "/c/kernels"}, {}]
+    of_engine = {"TRITON_CACHE_DIR": "/c/kernels", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    assert [dict(spec.environment) for spec in specs] == [{}, of_engine, {}]
     assert kernel_cache(InferenceConfig(model="m", kernel_cache_dir=Path("/k"))) == Path("/k")
 
 

@@ -126,10 +126,6 @@ CASES: dict[str, Case] = {
     "embed_tokens": Case("LoRA on embed_tokens", {"target_modules": ["embed_tokens", "v_proj"]}),
     "embed_tokens alone": Case("LoRA on embed_tokens", {"target_modules": ["embed_tokens"]}),
     "lm_head": Case("LoRA on lm_head", {"target_modules": ["lm_head", "q_proj"]}),
-    "lm_head in blocks": Case(
-        "BD-LoRA",
-        {"target_modules": ["lm_head", "o_proj"], "use_bdlora": BdLoraConfig(["o_proj"], ["lm_head"], nblocks=4)},
-    ),
     "lm_head with lora_bias": Case(
         "LoRA on lm_head", {"target_modules": ["lm_head"], "lora_bias": True}
     ),
@@ -178,6 +174,10 @@ CASES: dict[str, Case] = {
     "block-diagonal in part": Case(
         "BD-LoRA",
         {"use_bdlora": BdLoraConfig(None, ["q_proj"], nblocks=2, match_strict=False)},
+    ),
+    "lm_head in blocks": Case(
+        "BD-LoRA",
+        {"target_modules": ["lm_head", "o_proj"], "use_bdlora": BdLoraConfig(["o_proj"], ["lm_head"], nblocks=4)},
     ),
     "pissa": Case("PiSSA, OLoRA, KaSA (converted)", {"init_lora_weights": "pissa"}, repaired=True),
     "olora": Case("PiSSA, OLoRA, KaSA (converted)", {"init_lora_weights": "olora", "use_rslora": True}, repaired=True),

@@ -26,7 +26,7 @@ PATTERNS = [
 ]  # fmt: skip
 TARGETS = [
     "all-linear", r".*\.[02]\.(self_attn\.[qk]|mlp\.up)_proj", r".*_proj", r"model\.layers\.\d+\.mlp\.\w+_proj",
-    r".*(q_proj|lm_head)", r"(.*\.)?(embed_tokens|v_proj)",
+    r".*(q_proj|lm_head)", r"(.*\.)?(embed_tokens|v_proj)", r"^(?!.*layers\.1\.).*(?<!k)_proj",
 ]  # fmt: skip
 EXCLUDED = [
     ["k_proj", "up_proj"], ["model.layers.1.self_attn.q_proj"], r".*layers\.1\..*", r".*\.0\.mlp\.\w+", "lm_head",
@@ -69,7 +69,7 @@ def _targets(chosen: random.Random, keys: Keys) -> None:
 
 def _scales(chosen: random.Random, keys: Keys) -> None:
     keys["use_rslora"] = _one_in(chosen, 3)
-    for key, values in (("rank_pattern", [1, 2, 6, 17]), ("alpha_pattern", [0.5, 4, 11])):
+    for key, values in (("rank_pattern", [1, 2, 6, 17]), ("alpha_pattern", [0, 0.5, 4, 11])):
         if _one_in(chosen, 3):
             patterns = chosen.sample(PATTERNS, chosen.randint(1, 4))
             keys[key] = {pattern: chosen.choice(values) for pattern in patterns}

@@ -45,7 +45,8 @@ REFUSED = (
         "no: the error says what makes a plain LoRA of it, or a base model",
     ),
     ("experts (target_parameters)", "no"),
-    ("layer_replication, Monte-CLoRA, Arrow, saved linears", "no"),
+    ("Monte-CLoRA as saved", "no: PEFT's `save_as_lora`"),
+    ("layer_replication, Arrow, saved linears", "no"),
 )
 
 

@@ -18,10 +18,10 @@ from tests.kinds.world import one_thread, prompt_of
 
 TOLERANCE = 1e-4
 AT_ONCE = 40
-# What is refused, and nothing else: the first two for what they would do to others or cannot tell, the others because
+# What is refused, and nothing else: the first three for what acts too early or cannot be told, the others because
 # PEFT itself cannot run them.
 REASONS = (
-    "would act before its activation", "has no row here",
+    "would act before its activation", "would act before the activation", "has no row here",
     "with trainable_token_indices; use one of them", "DoRA of lm_head on a base model that ties",
 )  # fmt: skip
 
@@ -39,7 +39,7 @@ class Drawn(NamedTuple):
 
 @pytest.mark.parametrize("base", BASES)
 def test_some_combinations(base: str, tmp_path: Path) -> None:
-    one_thread(lambda: check(base, range(7), tmp_path))
+    one_thread(lambda: check(base, range(6), tmp_path))
 
 
 @pytest.mark.slow
@@ -63,7 +63,11 @@ def _made(base: str, seed: int, packed: Packed, folder: Path) -> Drawn | None:
     try:
         save_trained(name, case, packed.folder, saved, strength=0.15)
         peft = PeftAnswers.load(packed.folder, saved, case)
-    except (ValueError, TypeError, RuntimeError):  # in PEFT's words, of which there are many
+    except (ValueError, TypeError):  # PEFT has no such adapter, as it says in many ways
+        return None
+    except RuntimeError:  # it saved what it cannot load: patterns that mean something else once they are sorted
+        with pytest.raises(AdapterInvalid, match=r"has rank|has shape"):
+            pack(packed, saved)
         return None
     try:
         digest = pack(packed, case.moved(shutil.copytree(saved, folder / f"{seed}-moved")))

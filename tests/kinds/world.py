@@ -21,7 +21,7 @@ from tests.kinds.peft_answers import PeftAnswers, save_trained
 
 # The first holds aLoRA's invocation and trained tokens; the second neither.
 PROMPTS = ([250, 3, 200, 17, 90, 41, 5, 9, 31, 60, 7, 8], list(range(100, 133)))
-MAX_TOKENS = 8
+MAX_TOKENS = 6
 NUM_REQUESTS = 3  # of every case
 FLAGS = (
     "--dtype=float32", "--device=cpu", "--threads=1", "--max-num-seqs=128", "--max-adapters=128", "--max-model-len=128",

@@ -76,7 +76,11 @@ def test_show_and_alias(cli, register):
 def test_delete_and_undelete(cli, register):
     register("gone")
     assert cli("adapter", "delete", "gone").out == "deleted: namespaces/default/adapters/gone\n"
-    assert "ADAPTER_NOT_FOUND" in cli("adapter", "show", "gone").err
+    assert "ADAPTER_NOT_FOUND" in cli("adapter", "show", "gone@1").err
+    shown = cli("adapter", "show", "gone")
+    assert re.search(r"^deleted +20\d\d-", shown.out, re.M)
+    assert re.search(r"^purged after +20\d\d-", shown.out, re.M)
+    assert "digest" not in shown.out
     assert cli("adapter", "undelete", "gone").out == "undeleted: namespaces/default/adapters/gone\n"
     assert cli("adapter", "show", "gone").status == 0
 

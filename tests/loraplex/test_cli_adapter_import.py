@@ -63,7 +63,7 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         is_list = self.path.startswith("/api/models?") and "author=org" in self.path and "peft" in self.path
         body = json.dumps([{"id": "org/Tiny_A", "tags": []}, {"id": "org/tiny-b", "tags": []}] if is_list else {})
-        self.send_response(200 if is_list else 500)
+        self.send_response(200 if is_list else 400)  # 5xx would be tried again
         self.send_header("Content-Type", "application/json")
         self.end_headers()
         self.wfile.write(body.encode())

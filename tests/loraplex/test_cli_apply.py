@@ -128,7 +128,8 @@ def test_aliases_that_are_not_listed_differ_until_they_are_pruned(apply, cli):
     status, what, detail = result(apply(wanted))
     assert (status, what) == (1, "differs")
     assert "not listed: old" in detail
-    assert result(apply(wanted, options=["--dry-run"])) == (0, "valid", "")
+    assert result(apply(wanted, options=["--dry-run"]))[:2] == (1, "differs")
+    assert result(apply(wanted, options=["--dry-run", "--prune"])) == (0, "to update", "old taken away")
     assert result(apply(wanted, options=["--prune"])) == (0, "updated", "old taken away")
     assert result(apply(wanted)) == (0, "unchanged", "")
 
@@ -165,8 +166,28 @@ def test_one_failure_does_not_stop_the_others(apply):
 
 
 def test_dry_run_registers_nothing(apply, cli):
-    assert result(apply({"name": "imagined"}, options=["--dry-run"])) == (0, "valid", "")
+    imagined = {"name": "imagined", "labels": {"a": "1"}, "residency": "pinned", "aliases": ["prod"]}
+    assert result(apply(imagined, options=["--dry-run"])) == (0, "to register", "prod→new; residency")
     assert "ADAPTER_NOT_FOUND" in cli("adapter", "show", "imagined").err
+
+
+def test_dry_run_says_what_apply_does(apply, cli):
+    """For a new version, a known one and aliases that they share."""
+    apply({"name": "planned", "aliases": ["prod", "old"], "labels": {"a": "1"}})
+    entries = [
+        {"name": "planned", "aliases": {"prod": 9}, "labels": {"a": "2"}},
+        {"name": "planned", "source": "file://main/two", "aliases": {"prod": 1, "next": 1}, "description": "d"},
+        {"name": "planned", "source": "file://main/none"},
+    ]
+    before = cli("adapter", "show", "planned", "--json").out
+    status, planned = apply(*entries, options=["--dry-run"])
+    assert cli("adapter", "show", "planned", "--json").out == before
+    done_status, done = apply(*entries)
+    assert (status, done_status) == (1, 1)
+    assert [row["result"] for row in planned] == ["to update", "to register", "failed"]
+    assert [row["result"] for row in done] == ["updated", "registered", "failed"]
+    assert [row["detail"].replace("new", "2") for row in planned] == [row["detail"] for row in done]
+    assert [row["digest"] for row in planned] == [row["digest"] for row in done]
 
 
 def test_the_table_keeps_digests_whole(cli, tmp_path):

@@ -176,7 +176,7 @@ def _environment():
     return {**inherited, "TERM": "xterm-256color", "PYTHONPATH": str(Path.cwd())}
 
 
-def _read_until(terminal, wanted, seconds=20):
+def _read_until(terminal, wanted, seconds=60):
     seen, end = b"", time.monotonic() + seconds
     while wanted not in seen:
         assert time.monotonic() < end, seen

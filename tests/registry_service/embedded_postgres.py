@@ -7,19 +7,43 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import psycopg
 
 
-class EmbeddedPostgres(NamedTuple):
-    """`url` has `{}` where the database's name belongs."""
+class EmbeddedPostgres:
+    """A server that runs. `url` has `{}` where the database's name belongs."""
 
-    url: str
-    pid: int
+    def __init__(self, command: Sequence[str | Path], data: Path, log: Path, as_user: Mapping[str, str]) -> None:
+        self.url = f"postgresql://postgres@/{{}}?host={data}"
+        self._command, self._data, self._log, self._as_user = command, data, log, as_user
+        self._start()
+
+    def _start(self) -> None:
+        with self._log.open("ab") as log:
+            self._server = subprocess.Popen(self._command, stdout=log, stderr=log, cwd=self._data, **self._as_user)
+        try:
+            _wait_for(self.url.format("postgres"), self._server)
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._server.pid
+
+    def stop(self) -> None:
+        self._server.send_signal(signal.SIGINT)  # fast: it waits for no client
+        self._server.wait(60)
+
+    def restart_as_standby(self) -> None:
+        """It reads and takes no writes, until `SELECT pg_promote()`."""
+        self.stop()
+        (self._data / "standby.signal").touch()
+        self._start()
 
     def create_database(self, name: str) -> str:
         """A new database; its URL."""
@@ -43,14 +67,11 @@ def embedded_postgres(*settings: str) -> Iterator[EmbeddedPostgres]:
     subprocess.run([programs / "initdb", "-D", data, *flags], check=True, capture_output=True, cwd=data, **as_user)
     settings = (f"unix_socket_directories={data}", "listen_addresses=", *settings)
     command = [programs / "postgres", "-D", data, *(f"-c{setting}" for setting in settings)]
-    with (work / "log").open("wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=data, **as_user)
+    server = EmbeddedPostgres(command, data, work / "log", as_user)
     try:
-        _wait_for(f"postgresql://postgres@/postgres?host={data}", server)
-        yield EmbeddedPostgres(f"postgresql://postgres@/{{}}?host={data}", server.pid)
+        yield server
     finally:
-        server.send_signal(signal.SIGINT)  # fast: it waits for no client
-        server.wait(20)
+        server.stop()
         shutil.rmtree(work)
 
 

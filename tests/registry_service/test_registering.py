@@ -208,22 +208,6 @@ async def test_concurrent_calls_with_one_request_id_are_one(registry, folders):
     assert answers[0].created
 
 
-async def test_a_registration_outlives_its_caller(registry, folders):
-    uri = folders.write(modules=("q_proj", "v_proj"))
-    request_id = str(uuid.uuid4())
-    call = asyncio.ensure_future(registry.register(uri=uri, request_id=request_id))
-    await asyncio.sleep(0.01)
-    call.cancel()
-    await asyncio.gather(call, return_exceptions=True)
-    for _ in range(100):
-        if (await registry("ListAdapters")).adapters:
-            break
-        await asyncio.sleep(0.05)
-    answer = await registry.register(uri=uri, request_id=request_id)
-    assert answer.created
-    assert answer.version.name.endswith("/versions/1")
-
-
 async def test_two_registries_on_one_database(registry, folders, config, connect):
     second = await start(config)
     other = connect(second.port)

@@ -14,8 +14,10 @@ from registry_service.config import RegistryConfig
 from registry_service.server import start
 from shared.errors import LoraplexError, RegistryUnavailable, Unavailable
 from tests.registry_service.conftest import TINY, Caller
+from tests.registry_service.embedded_postgres import embedded_postgres
 
 CONTENTS = 8
+ONE = [{"version": 1}]
 
 
 class Process:
@@ -141,3 +143,29 @@ async def test_connections_that_are_killed_leave_nothing_half_done(postgres, mak
     assert len(changes) == state[0] - 1  # the base model has no entry
     await caller.close()
     await server.stop()
+
+
+@pytest.mark.slow
+async def test_a_primary_that_becomes_a_standby(folders):
+    """Its readers are answered; writers are told to try again, and succeed once it is promoted."""
+    with embedded_postgres("fsync=off") as postgres:
+        url = postgres.create_database("registry")
+        await asyncio.to_thread(migrations.upgrade, url)
+        roots = {"main": str(folders.root)}
+        server = await start(RegistryConfig(listen="127.0.0.1:0", database=url, file_roots=roots))
+        caller = Caller(server.port)
+        await caller("RegisterBaseModel", id="tiny", config_json=json.dumps(TINY))
+        uri = folders.write("a")
+        await asyncio.gather(*(caller.register(f"a{index}", uri) for index in range(4)))  # several connections
+        await asyncio.to_thread(postgres.restart_as_standby)
+        for index in range(4):
+            assert (await caller.resolve(f"a{index}@1")).version.name
+            await caller("GetAdapter", name=f"a{index}")
+            error = await caller.refused(RegistryUnavailable, "SetAdapterAlias", name="a0@prod", targets=ONE)
+            assert error.retry_after
+        with psycopg.connect(url, autocommit=True) as connection:
+            assert connection.execute("SELECT pg_promote()").fetchone() == (True,)
+        await caller("SetAdapterAlias", name="a0@prod", targets=ONE)
+        assert (await caller.resolve("a0@prod")).version.name
+        await caller.close()
+        await server.stop()

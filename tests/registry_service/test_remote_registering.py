@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import uuid
 
 import numpy as np
 import pytest
@@ -211,6 +212,31 @@ async def test_no_secret_is_written_down(registry, hub, s3, files, tmp_path, cap
         assert secret.encode() not in written
         assert secret not in caplog.text
         assert secret not in str(error.record())
+
+
+async def test_a_registration_outlives_its_caller(registry, hub, files):
+    """Who leaves while the files are read, and asks again with the same request_id, gets what the first call did."""
+    uri, request_id = hub.put("slow", files()), str(uuid.uuid4())
+    hub.fault(Fault(path="adapter_config.json", rate=40.0))  # for two seconds
+
+    def reads():
+        return [seen for seen in hub.proxy.seen if "adapter_config.json" in seen.path and seen.sent[0]]
+
+    async def is_registered():
+        return bool((await registry("ListAdapters")).adapters)
+
+    call = asyncio.ensure_future(register(registry, uri, request_id=request_id))
+    async with asyncio.timeout(60):
+        while not reads():  # noqa: ASYNC110 - the proxy is another thread
+            await asyncio.sleep(0.01)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        while not await is_registered():  # noqa: ASYNC110 - it is asked over the wire
+            await asyncio.sleep(0.05)
+    assert call.cancelled()
+    answer = await register(registry, uri, request_id=request_id)
+    assert (answer.created, answer.version.name[-1]) == (True, "1")
+    assert len(reads()) == 1
 
 
 async def test_a_source_that_hangs_does_not_keep_others_waiting(registry, hub, s3, files):

@@ -12,7 +12,8 @@ from shared.adapter_format.values import Field, used
 from shared.base_model import linear_shape
 
 KEY = "use_dora"
-_ROLES = ("lora_magnitude_vector", "lora_magnitude_vector.weight")  # PEFT drops the `.weight` while saving
+# PEFT drops the `.weight` while saving, and saves that of a head with LoRA under both names where it saves its weights.
+_ROLES = ("lora_magnitude_vector", "lora_magnitude_vector.weight")
 
 FIELDS: Mapping[str, Field] = {KEY: used(False, values.flag)}
 
@@ -40,4 +41,5 @@ def bind(draft: Draft) -> None:
 def _magnitude(draft: Draft, site: Site, size: int) -> str:
     tensor = draft.require(site, *_ROLES, reason="use_dora promises it")
     draft.check_shape(tensor, size)
+    draft.leave_unread(site, *_ROLES)
     return tensor

@@ -489,13 +489,13 @@ async def test_it_ends_with_its_parent_and_not_with_sigint(registry: FakeRegistr
     await replica.client.list_staged()
     assert replica.process.stdin is not None
     replica.process.stdin.close()
-    assert await asyncio.to_thread(replica.process.wait, 20) == 0
+    assert await asyncio.to_thread(replica.process.wait, 60) == 0
 
 
 async def test_what_it_cannot_start_with_is_said(folder: Path, registry: FakeRegistry, address: str) -> None:
     (folder / "model" / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
     async with _running(folder, registry, address) as replica:
-        assert await asyncio.to_thread(replica.process.wait, 20) == 2
+        assert await asyncio.to_thread(replica.process.wait, 60) == 2
         assert "MambaForCausalLM" in replica.log_text
 
 

@@ -44,6 +44,23 @@ def test_the_least_recently_used_goes_first_and_what_is_held_stays(tmp_path: Pat
     assert list((tmp_path / "work").iterdir()) == []
 
 
+def test_what_is_pinned_stays_and_the_rest_has_what_is_left(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, 30)
+    folders = [_put(cache, number) for number in range(3)]
+    cache.keep({_digest(0), _digest(1), _digest(9)})
+    _put(cache, 3)
+    assert [folder.exists() for folder in folders] == [True, True, False]
+    cache.keep({_digest(0), _digest(1), _digest(4)})
+    _put(cache, 4)
+    with pytest.raises(AdapterMemory, match="pinned") as caught:
+        _put(cache, 5)
+    assert caught.value.retry_after
+    cache.keep(set())
+    _put(cache, 5)
+    assert [folder.exists() for folder in folders] == [False, True, False]
+    cache.close()
+
+
 def test_a_restart_keeps_order_and_budget(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, 1000)
     for number in range(3):

@@ -185,6 +185,30 @@ def test_only_rows_that_differ_are_kept(tmp_path: Path, dtype: str, monkeypatch:
     assert packed[0].nbytes < embed.nbytes
 
 
+def test_an_activated_adapter_brings_no_rows(tmp_path: Path) -> None:
+    """What PEFT saves beside a LoRA on the head is a copy as a rule; else it would act before the activation."""
+    base = base_weights(tmp_path / "base")
+    head = f"{PREFIX}lm_head"
+    lora = {
+        f"{head}.lora_A.weight": values(1, RANK, MODEL.hidden_size),
+        f"{head}.lora_B.weight": values(2, MODEL.vocab_size, RANK),
+    }
+    for name, copy in (("same", base[HEAD]), ("rounded", decoded(encoded(base[HEAD], "BF16"), "BF16"))):
+        write_adapter(
+            tmp_path / name,
+            lora | {f"{head}.base_layer.weight": copy.reshape(base[HEAD].shape)},
+            target_modules=["down_proj", "lm_head"],
+            layers_to_transform=None,
+            exclude_modules=r".*\.[023]\..*",
+            alora_invocation_tokens=[3],
+        )
+    packed = pack(tmp_path / "same", BaseTensors(tmp_path / "base", MODEL, "float32"))
+    assert {each.name for each in packed[0].extras} == {"head.a", "head.b"}
+    with pytest.raises(UnsupportedAdapter, match="before the activation") as caught:
+        pack(tmp_path / "rounded", BaseTensors(tmp_path / "base", MODEL, "float32"))
+    assert caught.value.metadata["tensor"] == f"{head}.base_layer.weight"
+
+
 def test_every_tensor_of_a_blob_lies_apart_and_in_its_chunk(tmp_path: Path) -> None:
     base_weights(tmp_path / "base")
     path, size = PREFIX + module_path(1, 6), MODEL.hidden_size

@@ -59,6 +59,8 @@ class _Replica:
         self.host: set[str] = set()
         self.gpu: dict[str, bool] = {}  # digest: whether it is pinned
         self.kept: list[Set[str]] = []  # of each call
+        self.on_disk: set[str] = set()
+        self.by_hand: set[str] = set()  # pinned by operators
         self.room = 10 * SIZE
         self.errors: dict[str, LoraplexError] = {}
         self.calls: Counter[str] = Counter()
@@ -81,6 +83,9 @@ class _Replica:
     def in_host(self) -> set[str]:
         return set(self.host)
 
+    def keep_on_disk(self, digests: Set[str]) -> None:
+        self.on_disk = set(digests)
+
     async def load(self, digest: str, *, pinned: bool) -> None:
         self._check()
         self.calls[f"load {digest}"] += 1
@@ -90,7 +95,7 @@ class _Replica:
     async def keep_pins(self, digests: Set[str]) -> None:
         self._check()
         self.kept.append(digests)
-        self.gpu = {digest: pinned and digest in digests for digest, pinned in self.gpu.items()}
+        self.gpu = {d: pinned and (d in digests or d in self.by_hand) for d, pinned in self.gpu.items()}
 
     async def residents(self) -> list[ResidentAdapter]:
         self._check()
@@ -202,6 +207,17 @@ async def test_a_new_process_ends_pins_that_are_wanted_no_more_once_it_is_told_w
     await _until(lambda: replica.gpu == {stale: False, wanted: True})
     await asyncio.sleep(0.1)
     assert replica.kept == [{wanted}], "told once"
+
+
+async def test_the_files_of_what_is_pinned_are_kept(residency: Residency, replica: _Replica) -> None:
+    by_hand = digest_of("by-hand", 1)
+    replica.gpu, replica.by_hand = {by_hand: True, digest_of("other", 1): False}, {by_hand}
+    residency.changed(change("pin", PINNED))
+    residency.changed(change("pre", PRELOAD))
+    residency.complete(1)
+    await _until(lambda: replica.on_disk == {by_hand, digest_of("pin", 1)})
+    residency.changed(change("pin", ON_DEMAND))
+    await _until(lambda: digest_of("pin", 1) not in replica.on_disk)
 
 
 async def test_pins_are_told_again_to_an_engine_that_did_not_hear(residency: Residency, replica: _Replica) -> None:

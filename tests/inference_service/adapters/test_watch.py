@@ -104,7 +104,9 @@ async def test_an_answer_that_was_under_way_is_not_believed(
     registry.add("default/a", first, ttl=TTL)
     registry.delay = 0.5
     asking = asyncio.create_task(client.resolve("default/a"))
-    await asyncio.sleep(0.1)
+    async with asyncio.timeout(60):
+        while not registry.calls["default/a"]:  # noqa: ASYNC110 - nothing tells when
+            await asyncio.sleep(0.01)
     registry.add("default/a", second, ttl=TTL)
     registry.revision = 6
     registry.tell(6, "a")

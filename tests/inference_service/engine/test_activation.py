@@ -3,6 +3,7 @@
 import random
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from inference_service.engine.blocks import chain_seed, extend_chain
-from inference_service.engine.device_batch import segments_of
+from inference_service.engine.device_batch import fill_chunks, segments_of, shape_of
 from inference_service.engine.sequence import Request
 from inference_service.engine.step import Chunk, Schedule, adapter_runs
 from inference_service.lora.batch import LoraBatch
@@ -123,15 +124,15 @@ def test_the_last_occurrence_activates(prompt: list[int], activation: tuple[int,
     assert activation_start(prompt, activation) == start
 
 
+def chunk(slot: int, activation: int, start: int, length: int) -> Chunk:
+    spec = engine_fakes.spec(f"{slot} {start}", range(40), adapter="d", adapter_start=activation)
+    sequence = Request(spec, b"", chain_seed("t", "w", None, ""), 0).sequences[0]
+    sequence.handle = Handle(slot, 1) if slot >= 0 else None
+    return Chunk(sequence, start, length, samples=False)
+
+
 def test_rows_before_the_activation_are_in_no_segment() -> None:
     """Of chunks before, across and behind it, as both runners see them."""
-
-    def chunk(slot: int, activation: int, start: int, length: int) -> Chunk:
-        spec = engine_fakes.spec(f"{slot} {start}", range(40), adapter="d", adapter_start=activation)
-        sequence = Request(spec, b"", chain_seed("t", "w", None, ""), 0).sequences[0]
-        sequence.handle = Handle(slot, 1) if slot >= 0 else None
-        return Chunk(sequence, start, length, samples=False)
-
     chunks = (
         chunk(2, 10, 30, 1),  # decodes
         chunk(2, 10, 2, 8),
@@ -143,6 +144,17 @@ def test_rows_before_the_activation_are_in_no_segment() -> None:
     found = segments_of(Schedule(chunks, num_decodes=1))
     assert [tuple(segment) for segment in found] == [(2, 0, 1), (2, 11, 18), (3, 18, 20)]
     assert LoraBatch.build(*adapter_runs(chunks), torch.device("cpu")).segments == found  # type: ignore[union-attr]
+
+
+def test_the_work_list_has_room_for_a_step_of_chunks_in_which_adapters_start() -> None:
+    """Each has a run of rows of the base model and one of its adapter."""
+    length = 18
+    schedule = Schedule(tuple(chunk(slot, 1, 0, length) for slot in range(12)), num_decodes=0)
+    shape = shape_of(schedule)
+    arrays = {"chunks": np.zeros((shape.num_tokens, 4), np.int32)}
+    fill_chunks(arrays, segments_of(schedule), shape)
+    taken = {(slot, first + i) for slot, first, rows, _ in arrays["chunks"] if slot >= 0 for i in range(rows)}
+    assert taken == {(slot, slot * length + i) for slot in range(12) for i in range(1, length)}
 
 
 # ---- against PEFT

@@ -151,13 +151,13 @@ def serve(stack, num_adapters, weights, rate, steps, tenants=1):
     return count
 
 
-@pytest.mark.parametrize("num_adapters", [64, 256, 1000])
+@pytest.mark.parametrize("num_adapters", [64, 1000])
 @pytest.mark.parametrize("is_zipf", [False, True])
 @pytest.mark.parametrize("tenants", [1, 8])
 def test_working_sets_beyond_the_arena_do_not_thrash(num_adapters, is_zipf, tenants):
     stack = Stack(units=32, num_seqs=64, budget=1024)
     weights = [1 / (rank + 1) if is_zipf else 1 for rank in range(num_adapters)]
-    count = serve(stack, num_adapters, weights, rate=0.6, steps=800, tenants=tenants)
+    count = serve(stack, num_adapters, weights, rate=0.6, steps=500, tenants=tenants)
     assert stack.num_copies <= count, "an adapter was loaded in vain"
 
 

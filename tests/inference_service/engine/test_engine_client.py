@@ -94,15 +94,28 @@ def delta(index, *ids, done=None, request_id="r"):
 
 
 async def test_a_stream_ends_when_every_sequence_has(connected, engine):
-    stream = asyncio.create_task(_collect(connected, spec(n=2)))
+    seen = []
+
+    async def read():
+        async for event in connected.generate(spec(n=2)):
+            seen.append(event)
+
+    stream = asyncio.create_task(read())
     assert isinstance(await engine.hear(), Submit)
     started = Started("r", 0, 0.1, 0.0)
     await engine.say(StepOutput(started=[started], deltas=[delta(0, 5, done="stop"), delta(0, 9, request_id="other")]))
-    await asyncio.sleep(0.02)
+    await until(lambda: len(seen) == 2)
     await engine.say(StepOutput(deltas=[delta(1, 6)]))
-    await asyncio.sleep(0.02)
+    await until(lambda: len(seen) == 3)
     await engine.say(StepOutput(deltas=[delta(1, 7, done="length")]))
-    assert await stream == [started, delta(0, 5, done="stop"), delta(1, 6), delta(1, 7, done="length")]
+    await stream
+    assert seen == [started, delta(0, 5, done="stop"), delta(1, 6), delta(1, 7, done="length")]
+
+
+async def until(is_so):
+    async with asyncio.timeout(60):
+        while not is_so():  # noqa: ASYNC110 - nothing tells when
+            await asyncio.sleep(0.001)
 
 
 async def _collect(client, request):
@@ -118,7 +131,7 @@ async def test_a_slow_reader_gets_merged_deltas(connected, engine):
         for token in (2, 3):
             await engine.say(StepOutput(deltas=[delta(0, token), delta(1, 10 * token)]))
         await engine.say(StepOutput(deltas=[delta(0, 4, done="stop"), delta(1, 40, done="length")]))
-        await asyncio.sleep(0.05)
+        await until(lambda: not connected._streams["r"].unfinished)
         assert [event async for event in stream] == [
             delta(0, 2, 3, 4, done="stop"),
             delta(1, 20, 30, 40, done="length"),

@@ -217,6 +217,21 @@ async def test_load_pin_unload_and_force(client, adapters):
     assert len((await drained)[0]) == 30
 
 
+async def test_a_load_that_nobody_waits_for_begins_at_once(client, adapters):
+    await client.unload_adapter(ALL, force=True)
+    adapters.muted.add(ALL)
+    asked = len(adapters.heard)
+    await asyncio.wait_for(client.load_adapter(ALL, pinned=False, wait=False), 20)
+    await eventually(lambda: Acquire(ALL) in adapters.heard[asked:])
+    adapters.muted.clear()
+    await adapters.socket.send_multipart([b"engine", encode(adapters.tiny.acquired[ALL])])
+
+    async def is_there():
+        return ALL in {r.digest for r in await client.list_resident()}
+
+    await eventually(is_there)
+
+
 async def test_pins_outlive_the_adapter_process_and_end_with_the_word_of_the_next(shared_engine, client, adapters):
     before = EnginePort(shared_engine.api_address)
     for digest in (QV, ATTENTION):

@@ -1,7 +1,7 @@
 """The memory budget: whatever the device and the settings, it adds up, or the setting to change is named."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from inference_service.engine.memory import Device, Wanted, describe, divide, divide_host, graph_reserve
@@ -36,7 +36,9 @@ def test_an_8b_model_on_an_h200() -> None:
     assert budget.other == GIB
 
 
+@example(Device(GIB, 0, 0, 0), Wanted(1.0, None, 0), 1, 0)
 @given(devices(), wishes, st.integers(1, 64 << 20), st.integers(0, 4 * GIB))
+@example(Device(GIB, 0, 0, 0), Wanted(1.0, None, 0), 1, 0)
 def test_a_budget_fits_or_names_a_setting(device: Device, wanted: Wanted, block: int, reserve: int) -> None:
     try:
         budget = divide(device, wanted, block, reserve, 0)

@@ -247,6 +247,18 @@ def test_queue_is_bounded_and_ids_are_unique_per_client():
     assert outputs[b"api-1"].failed[0].error.reason == "QUEUE_FULL"
 
 
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_a_missed_deadline_is_told_in_the_step_that_sees_it(looks_ahead):
+    """Later there may be another client of that name."""
+    engine = build_engine(looks_ahead=looks_ahead)
+    engine.submit(API, spec("runs", [1], 20))
+    engine.submit(API, spec("waits", [2], adapter="never", deadline=1.0))
+    engine.step(0.0)
+    assert [failure.request_id for failure in engine.step(1.0)[API].failed] == ["waits"]
+    engine.drop_client(API)
+    assert not any(output.failed for output in engine.step(2.0).values())
+
+
 def test_an_exception_in_a_step_fails_that_step_only():
     engine = build_engine(max_num_seqs=1)
     engine.submit(API, spec("a", range(6), arrival=1.0))

@@ -37,7 +37,7 @@ def test_a_config_that_peft_saved_is_read(tmp_path):
         target_modules=["q_proj"],
         exclude_modules=["v_proj"],
         rank_pattern={"b": 2, "a": 1},
-        alpha_pattern={"x": 5},
+        alpha_pattern={"x": 5, "y": 0},
         layers_pattern="h",
         layers_to_transform=[0, 2],
         task_type="CAUSAL_LM",
@@ -47,7 +47,7 @@ def test_a_config_that_peft_saved_is_read(tmp_path):
     assert (parsed.r, parsed.lora_alpha, parsed.use_rslora) == (6, 3.0, True)
     assert (parsed.target_modules, parsed.exclude_modules) == (("q_proj",), ("v_proj",))
     assert parsed.rank_pattern == (("a", 1), ("b", 2))  # PEFT sorts while saving
-    assert parsed.alpha_pattern == (("x", 5.0),)
+    assert parsed.alpha_pattern == (("x", 5.0), ("y", 0.0))
     assert (parsed.layers_to_transform, parsed.layers_pattern) == ((0, 2), ("h",))
 
 
@@ -89,6 +89,13 @@ def test_unknown_keys():
     with pytest.raises(UnsupportedAdapter) as caught:
         parse_adapter_config(config(future_option=1))
     assert caught.value.metadata == {"key": "future_option"}
+
+
+def test_what_peft_makes_of_loftq_counts_from_the_quantised_base_model():
+    assert not parse_adapter_config(config(loftq_config={})).loftq_config
+    with pytest.raises(UnsupportedAdapter, match="merge_and_unload") as caught:
+        parse_adapter_config(config(loftq_config={"loftq_bits": 4, "loftq_iter": 1}))
+    assert caught.value.metadata == {"key": "loftq_config"}
 
 
 @pytest.mark.parametrize("value", [True, False, None, "gaussian", "orthogonal", "eva", "mica"])

@@ -30,6 +30,9 @@ PEFT_FORM = r"(.*\.)?({})$"
         r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|k_proj)))",
         r"^(?!.*layers\.12\.).*q_proj$",
         r"^(?=.*attn).*proj",
+        r".*(?<!k)_proj",
+        r".*(?<=self_attn\.)q_proj",
+        r".*(?<!self_attn\.)q_proj",
         r"(?P<name>.+)\.[^.]*",
         r"\w+(\.\w+){4}",
         r"\w+(\.\w+){5,}",
@@ -60,6 +63,8 @@ pieces = st.recursive(
         st.builds("({}){}".format, inner, st.sampled_from(["*", "+", "?", "*?", "{2}", "{0,2}", "{1,}"])),
         st.builds("(?={})".format, inner),
         st.builds("(?!{})".format, inner),
+        st.builds("(?<={})".format, st.sampled_from(["a", "[ab]", r"\d.", "a|b", "^a", "(?:ab|b.)"])),
+        st.builds("(?<!{})".format, st.sampled_from(["a", "[ab]", r"\w\.", "(?=b)a", "$"])),
     ),
     max_leaves=6,
 )
@@ -87,12 +92,12 @@ def test_random_patterns_answer_as_re(source, name, whole):
     ],
 )
 def test_no_pattern_hangs(source):
-    started = time.monotonic()
+    started = time.process_time()
     with suppress(AdapterInvalid, UnsupportedAdapter):
         pattern, budget = NamePattern(source, "rank_pattern", PEFT_FORM, whole=False), StepBudget()
         for _ in range(200):
             pattern.matches("a" * 60, budget)
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
 
 
 def test_an_exhausted_budget_names_the_key():
@@ -101,14 +106,16 @@ def test_an_exhausted_budget_names_the_key():
     assert caught.value.metadata == {"key": "target_modules"}
 
 
-@pytest.mark.parametrize("source", ["(", "[", "*", "a{2,1}", "x" * 2001, "(" * 41 + ")" * 41, "(" * 900 + ")" * 900])
+@pytest.mark.parametrize(
+    "source", ["(", "[", "*", "a{2,1}", "x" * 2001, "(" * 41 + ")" * 41, "(" * 900 + ")" * 900, "(?<=a*)b"]
+)
 def test_malformed_patterns(source):
     with pytest.raises(AdapterInvalid) as caught:
         NamePattern(source, "key", PEFT_FORM)
     assert caught.value.metadata == {"key": "key"}
 
 
-@pytest.mark.parametrize("source", [r"(a)\1", "(?i)a", "(?i:a)", "(?<=a)b", "(?>a)", "a*+", "(a)?(?(1)b|c)"])
+@pytest.mark.parametrize("source", [r"(a)\1", "(?i)a", "(?i:a)", "(?>a)", "a*+", "(a)?(?(1)b|c)"])
 def test_patterns_beyond_regular_ones(source):
     with pytest.raises(UnsupportedAdapter) as caught:
         NamePattern(source, "key")

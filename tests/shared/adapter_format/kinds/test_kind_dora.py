@@ -23,6 +23,12 @@ def test_one_magnitude_for_each_module(suffix):
     assert bound.vectors[0] == VectorBinding(0, 0, "magnitude", f"{Q0}.{suffix}")
 
 
+def test_a_magnitude_under_both_names():
+    bound = bind(tensors() | magnitudes() | magnitudes("lora_magnitude_vector.weight"), use_dora=True)
+    assert {vector.tensor for vector in bound.vectors} == set(magnitudes())
+    assert set(bound.unread) == set(magnitudes("lora_magnitude_vector.weight"))
+
+
 def test_a_missing_magnitude():
     entries = tensors() | magnitudes()
     del entries[f"{Q0}.lora_magnitude_vector"]

@@ -48,6 +48,16 @@ def test_the_copy_of_one_side_is_both_sides_of_a_tied_model():
     assert bound.head.a is None
 
 
+def test_a_tied_heads_factors_are_the_embeddings_and_its_scale_its_own():
+    """PEFT puts the embedding's A and B into the head, and divides the head's alpha by the head's r."""
+    keys = {"rank_pattern": {"embed_tokens": 4, "lm_head": 2}, "alpha_pattern": {"lm_head": 6}}
+    bound = bind(sides(), TIED_MODEL, target_modules=["model.embed_tokens"], ensure_weight_tying=True, **keys)
+    assert (bound.embed.rank, bound.embed.scale) == (4, 2.0)
+    assert (bound.head.rank, bound.head.scale) == (4, 3.0)
+    error = refused(AdapterInvalid, sides(), MODEL, target_modules=["embed_tokens", "lm_head"], **keys)
+    assert error.metadata == {"tensor": f"{HEAD}.lora_A.weight"}
+
+
 def test_tying_needs_both_sides():
     error = refused(
         AdapterInvalid, only(sides(), EMBED), TIED_MODEL, target_modules=["lm_head"], ensure_weight_tying=True

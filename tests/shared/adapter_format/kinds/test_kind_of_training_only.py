@@ -27,5 +27,6 @@ def test_a_buffer_of_velora_is_not_read():
 
 
 @pytest.mark.parametrize("keys", [{"velora_config": {"num_groups": 4}}, {"init_lora_weights": "mica"}])
-def test_peft_has_no_dora_with_them(keys):
-    refused(AdapterInvalid, tensors(), use_dora=True, **keys)
+@pytest.mark.parametrize("other", [{"use_dora": True}, {"alora_invocation_tokens": [3]}])
+def test_peft_has_no_other_variant_with_them(keys, other):
+    assert "cannot be used with" in refused(AdapterInvalid, tensors(), **keys, **other).message
