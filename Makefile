@@ -4,8 +4,8 @@
 # make test-faults    both services under faults, the long ones included; prints recovery times
 # make bench   tokens per second beside transformers + PEFT
 # make bench-registry    the registry with 100,000 adapters, on Postgres and on SQLite
-# make bench-load    first tokens and tokens a second at 50, 80 and 100 % of what can be answered
-# make bench-soak    a quarter of an hour at twice that: whether memory stays flat
+# make bench-load    first tokens and tokens a second at 50, 80 and 100 % of what can be answered; SECONDS=60 of each
+# make bench-soak    a quarter of an hour at twice that: whether memory stays flat; MINUTES=15, at least 5 to prove it
 # make bench-kernels, make bench-engine    on a GPU: kernels against their byte floor, time per token of an 8B shape
 # make locks   writes what the images install, with hashes (deploy/docker/*.lock); needs a package index
 # make kinds-table    tries every kind of adapter on six base models against PEFT; README's table
@@ -91,10 +91,10 @@ bench-registry: setup-dev
 	GRPC_VERBOSITY=ERROR $(BIN)/python -m tests.bench.registry --json build/bench-registry.json
 
 bench-load: setup-dev model
-	$(BIN)/python -m tests.bench.load --json build/bench-load.json
+	$(BIN)/python -m tests.bench.load $(addprefix --device ,$(DEVICE)) $(addprefix --seconds ,$(SECONDS)) --json build/bench-load.json
 
 bench-soak: setup-dev model
-	$(BIN)/python -m tests.bench.soak --json build/bench-soak.json
+	$(BIN)/python -m tests.bench.soak $(addprefix --device ,$(DEVICE)) $(addprefix --minutes ,$(MINUTES)) --json build/bench-soak.json
 
 bench-kernels: setup-dev
 	$(BIN)/python -m kernels.bench --json build/bench-kernels.json

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import binascii
+import time
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -28,7 +29,7 @@ _LEVELS = {"DISK": pb.LoadedAdapter.LEVEL_DISK, "HOST": pb.LoadedAdapter.LEVEL_H
 class Engine(Protocol):
     """What this servicer needs of `engine.client.EngineClient`."""
 
-    async def load_adapter(self, digest: str, *, pinned: bool, wait: bool) -> None: ...
+    async def load_adapter(self, digest: str, *, pinned: bool, wait: bool, prepare_seconds: float = 0.0) -> None: ...
     async def unload_adapter(self, digest: str, *, force: bool) -> None: ...
     async def list_resident(self) -> list[ResidentAdapter]: ...
     async def hello(self) -> EngineReady: ...
@@ -57,8 +58,12 @@ class ControlServicer(pb_grpc.AdapterControlServiceServicer):
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:  # noqa: N802
         caller = caller_of(context)
         reference = parse_reference(request.reference, caller.namespace, "reference")
+        began = time.monotonic()
         prepared = await self._adapters.prepare(reference.canonical())
-        await self._engine.load_adapter(prepared.digest, pinned=request.pinned, wait=request.wait)
+        seconds = time.monotonic() - began
+        await self._engine.load_adapter(
+            prepared.digest, pinned=request.pinned, wait=request.wait, prepare_seconds=seconds
+        )
         held = {adapter.digest: adapter for adapter in await self._held()}
         on_its_way = pb.LoadedAdapter(
             digest=prepared.digest,
@@ -78,7 +83,8 @@ class ControlServicer(pb_grpc.AdapterControlServiceServicer):
         on_device = sum(a.size_bytes for a in await self._engine.list_resident() if a.digest == digest)
         # Also if it is not resident: that ends its pin, and a load under way.
         await self._engine.unload_adapter(digest, force=request.force)
-        return pb.UnloadAdapterResponse(freed_bytes=on_device + await self._adapters.drop(digest))
+        in_host = await self._adapters.drop(digest)
+        return pb.UnloadAdapterResponse(freed_bytes=on_device + in_host, device_bytes=on_device, host_bytes=in_host)
 
     async def ListLoadedAdapters(  # noqa: N802
         self, request: pb.ListLoadedAdaptersRequest, context: Any

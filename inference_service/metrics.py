@@ -145,7 +145,7 @@ def _loads(engine: EngineStats) -> Iterator[Metric]:
         {("used",): arena.used - pinned, ("pinned",): pinned, ("free",): arena.total - arena.used},
     )
     total = engine.load_seconds.get("total", Seconds())
-    yield _histograms("vllm:lora_adapter_load_seconds", "From the wish for an adapter to READY", (), {(): total})
+    yield _histograms("vllm:lora_adapter_load_seconds", "From the request for an adapter to READY", (), {(): total})
     phases = {(phase,): seconds for phase, seconds in engine.load_seconds.items() if phase != "total"}
     yield _histograms("loraplex_adapter_load_phase_seconds", "Parts of a load to the device", ("phase",), phases)
     for name, text, label, counts in (

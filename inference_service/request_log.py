@@ -39,13 +39,21 @@ def _facts(record: RequestRecord, outcome: str) -> dict[str, Any]:
         facts |= {
             "cached_tokens": started.cached_tokens,
             "queue_seconds": _rounded(started.queue_seconds),
-            "adapter_seconds": _rounded(started.adapter_seconds),
+            "adapter_seconds": _rounded(record.adapter_seconds),
         }
         if times.first is not None:
             facts["first_token_seconds"] = _rounded(times.first - record.arrival)
     if record.keeps_text:
-        facts |= {"prompt": record.messages(), "answers": list(record.answers.values())}
+        facts |= {"prompt": _prompt(record), "answers": list(record.answers.values())}
     return facts
+
+
+def _prompt(record: RequestRecord) -> str | list[dict[str, str]]:
+    """A text as it is, a chat as its messages; empty where the caller sent ids."""
+    messages = record.messages()
+    if record.request.HasField("chat"):
+        return [{"role": role, "content": content} for role, content in messages]
+    return messages[0][1] if messages else ""
 
 
 def _rounded(seconds: float) -> float:

@@ -15,11 +15,11 @@ from inference_service.request_stats import RequestMeter, StreamTimes
 from loraplex.inference.v1 import inference_pb2 as pb
 from shared.auth import caller_of
 from shared.auth.gate import named_request_id
+from shared.call_ends import cut_off_reason
 from shared.errors import LoraplexError
 
 log = logging.getLogger(__name__)
 
-CANCELLED = "CANCELLED"  # in place of an error's reason
 INTERNAL = "INTERNAL"
 MAX_TEXT = 16_384  # characters of a prompt or an answer that are kept
 # Requests are told of before they are checked: what callers wrote may be of any length.
@@ -52,7 +52,7 @@ class RequestRecord:
         span: Of the call; None: nothing is traced.
         adapter_name: As the caller named it; empty: the base model.
         admitted: What the engine was asked; None: it was refused before.
-        error: Reason of the error, or CANCELLED if the caller went; empty: it was answered.
+        error: Reason of the error, also of one that cut it off; CANCELLED if the caller went; empty: it was answered.
         keeps_text: Whether prompt and answer are wanted.
         answers: Text by sequence, if so.
     """
@@ -75,6 +75,12 @@ class RequestRecord:
     def adapter_name(self) -> str:
         parts = self.request.blend[:MAX_BLEND_PARTS]
         return self.request.adapter[:MAX_NAME] or "+".join(f"{p.weight:g}*{p.reference}" for p in parts)[:MAX_NAME]
+
+    @property
+    def adapter_seconds(self) -> float:
+        """That it waited for its adapter, as `Timings` tells its caller: for files and for a place on the device."""
+        prepared = self.admitted.clock.prepare_seconds if self.admitted else 0.0
+        return prepared + (self.times.started.adapter_seconds if self.times and self.times.started else 0.0)
 
     @property
     def finish_reasons(self) -> list[str]:
@@ -151,7 +157,7 @@ class RequestJournal:
             record.error = error.reason
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            record.error = CANCELLED
+            record.error = cut_off_reason(context)
             raise
         finally:
             record.ended = time.monotonic()

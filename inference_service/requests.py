@@ -75,6 +75,7 @@ def generate_spec(
     adapter: PreparedAdapter | None,
     arrival: float,
     deadline: float | None,
+    prepare_seconds: float,
 ) -> GenerateSpec:
     """The engine's view of a checked request. `engine_id` is unique, which a caller's request_id need not be.
 
@@ -99,4 +100,5 @@ def generate_spec(
         prompt_logprobs=_or_none(request.output, "prompt_logprobs"),
         arrival=arrival,
         deadline=deadline,
+        prepare_seconds=prepare_seconds if acting is not None else 0.0,
     )

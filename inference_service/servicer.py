@@ -181,6 +181,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             adapter=adapter,
             arrival=now,
             deadline=None if remaining is None else now + remaining,
+            prepare_seconds=prepare_seconds,
         )
         clock = responses.Clock(record.arrival, prepare_seconds)
         return Admitted(record.request_id, request, spec, adapter, text, clock)

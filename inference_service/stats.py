@@ -91,8 +91,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         tokens: Served in all.
         tokens_by_adapter: By digest; "" is the base model. The most recently served adapters only.
         hits: Requests for an adapter by the tier that held it when they arrived.
-        load_seconds: By phase: `acquire` until the blob is in host memory, `place` until there is room on the device,
-            `copy` until it is READY, `total`.
+        load_seconds: Of loads to the device, by phase: `prepare` in the adapter process, for the request that began the
+            load, `acquire` until the blob is in host memory, `place` until there is room on the device, `copy` until it
+            is READY; `total` of these.
         evictions: Adapters that left the device, by reason: `bytes` or `slots` made room for another, `unload`.
         needless_reloads: Loads of an adapter that was evicted while a request was waiting for it. 0, unless something
             is wrong.

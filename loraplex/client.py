@@ -7,6 +7,7 @@ async with Client("localhost:50052") as client:
 
 import asyncio
 import copy
+import ipaddress
 import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -42,7 +43,8 @@ _PAGE_SIZE = 200
 _LONGEST_DELAY = 5.0  # seconds between attempts to resume a watch
 _FIRST_RECONNECT_MS, _LONGEST_RECONNECT_MS = 200, 5_000  # gRPC's own are 1 s and 2 minutes
 _PING_MS, _PING_TIMEOUT_MS = 30_000, 10_000  # while calls run: a server whose machine is gone closes no connection
-_ADDRESS = re.compile(r"(?:dns:///)?(?:[\w.-]+|\[[0-9a-fA-F:.]+(?:%\w+)?\]):([0-9]{1,5})")
+_ADDRESS = re.compile(r"(?:dns:(?:///)?)?([\w.-]+|\[[0-9a-fA-F:.]+(?:%\w+)?\]):([0-9]{1,5})")
+_FAMILIES = {"ipv4": ipaddress.IPv4Address, "ipv6": ipaddress.IPv6Address}
 
 
 class Client:
@@ -52,12 +54,13 @@ class Client:
     `grpc.aio.AioRpcError`; `call` and `generate` raise `LoraplexError` with the reason instead.
 
     Args:
-        inference: "host:port" of an inference service, for `inference`, `control` and `generate`.
-        registry: "host:port" of a registry service, for `registry`.
+        inference: Where inference services are, for `inference`, `control` and `generate`: "host:port" or another of
+            gRPC's targets (`check_address`). Calls go in turn to all addresses that are SERVING.
+        registry: Where registries are, for `registry`.
         identity: The bearer token or certificate to show both, and the CA to trust; by default nothing, and no TLS.
 
     Raises:
-        InvalidArgument: an address is not "host:port", or a file of `identity` cannot be used.
+        InvalidArgument: an address is no target, or a file of `identity` cannot be used.
     """
 
     def __init__(
@@ -187,15 +190,36 @@ class Client:
 
 
 def check_address(text: str, field: str) -> str:
-    """`text` if it is host:port, [ipv6]:port (both also behind `dns:///`) or unix:path.
+    """`text` if it is a target of gRPC's: HOST:PORT or `dns:///HOST:PORT`, all of whose addresses are used,
+    `ipv4:IP:PORT,…` or `ipv6:[IP]:PORT,…` for several servers without a name, or `unix:PATH`.
 
     Raises:
         InvalidArgument: naming `field`.
     """
+    scheme, _, rest = text.partition(":")
+    if scheme == "unix":
+        is_target = bool(rest)
+    elif scheme in _FAMILIES:
+        is_target = all(_is_literal(each, _FAMILIES[scheme]) for each in rest.split(","))
+    else:
+        match = _ADDRESS.fullmatch(text)
+        is_target = match is not None and _is_port(match[2])
+    if not is_target:
+        raise InvalidArgument.of(field, f"{text!r:.200} is not HOST:PORT, such as localhost:50051")
+    return text
+
+
+def _is_literal(text: str, family: Callable[[str], Any]) -> bool:
+    """Whether it is IP:PORT of this family."""
     match = _ADDRESS.fullmatch(text)
-    if text.removeprefix("unix:") not in (text, "") or (match and 1 <= int(match[1]) <= 65535):
-        return text
-    raise InvalidArgument.of(field, f"{text!r:.200} is not HOST:PORT, such as localhost:50051")
+    try:
+        return match is not None and _is_port(match[2]) and bool(family(match[1].strip("[]")))
+    except ValueError:
+        return False
+
+
+def _is_port(text: str) -> bool:
+    return 1 <= int(text) <= 65535
 
 
 def _channel(address: str, service: str, identity: ClientIdentity) -> grpc.aio.Channel:

@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load(RegistryConfig, toml=toml, env=os.environ, prefix=ENV_PREFIX, flags=flags)
         json_log.setup("registry", config.log_level)
+        if command in ON_DATABASE:
+            logging.getLogger("alembic").setLevel(logging.WARNING)  # its steps are no news to whoever types a command
         if command == "migrate":
             migrations.upgrade(config.database)
             log.info("the database is migrated")

@@ -1,6 +1,6 @@
 """`export` and `restore`: everything that was registered as JSON lines, whichever of the databases it lies in.
 
-    {"format": "loraplex-registry", "schema": "0004"}
+    {"format": "loraplex-registry", "schema": "0005"}
     {"table": "base_models", "row": {…}}                 every row, those that others refer to first
     {"end": 5}                                           the number of rows
 
@@ -26,6 +26,7 @@ from registry_service.models import (
     Alias,
     AliasTarget,
     BaseModel,
+    PreviousAliasTarget,
     RegistryState,
     Tombstone,
     UtcDateTime,
@@ -33,11 +34,11 @@ from registry_service.models import (
 from shared.errors import FailedPrecondition, InvalidArgument, RegistryUnavailable
 
 FORMAT = "loraplex-registry"
-SAME_ROWS = ("0003",)  # schemas of before whose rows are as today's
+SAME_ROWS = ("0003", "0004")  # schemas of before whose rows are as today's; tables that they lack stay empty
 _ROWS_TOGETHER = 500
 _TABLES: dict[str, Table] = {
     model.__tablename__: model.__table__  # type: ignore[misc]  # a Table, as of every mapped class here
-    for model in (RegistryState, BaseModel, Tombstone, Adapter, AdapterVersion, Alias, AliasTarget)
+    for model in (RegistryState, BaseModel, Tombstone, Adapter, AdapterVersion, Alias, AliasTarget, PreviousAliasTarget)
 }
 
 
@@ -45,9 +46,11 @@ def export(url: str, output: TextIO) -> int:
     """Writes what the database at `url` holds at one moment. How many rows that are. Blocks.
 
     Raises:
+        InvalidArgument: there is no SQLite database at that path.
         SchemaOutdated: the database is of another version.
         RegistryUnavailable: no database answers.
     """
+    migrations.require_database(url)
     count = 0
     with _transaction(url, is_write=False) as connection:
         migrations.check_connection(connection)

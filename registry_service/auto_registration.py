@@ -113,7 +113,11 @@ class AutoRegistrar:
         if failure is not None and time.monotonic() < failure.until:
             raise from_record(failure.record)
         if key not in self._flights and len(self._flights) >= MAX_WAITING:
-            raise QueueFull("too many unknown adapters are being looked for", retry_after=FAILED_SECONDS)
+            raise QueueFull(
+                "too many unknown adapters are being looked for",
+                metadata={"limit": "unknown_adapters", "value": str(MAX_WAITING)},
+                retry_after=FAILED_SECONDS,
+            )
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await self._flights.run(key, "", lambda: self._search(namespace, name))

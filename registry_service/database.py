@@ -11,7 +11,6 @@ import random
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from sqlalchemy import Connection, Engine, ExceptionContext, Executable, Row, create_engine, event
@@ -182,7 +181,6 @@ def driver_url(url: str, *, is_async: bool) -> str:
 
 def _create_engine(url: str) -> AsyncEngine:
     if is_sqlite(url):
-        Path(url.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         engine = create_async_engine(driver_url(url, is_async=True), pool_size=8)
         configure_sqlite(engine.sync_engine)
         return engine

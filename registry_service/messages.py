@@ -1,6 +1,6 @@
 """Rows as protobuf messages."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -78,9 +78,14 @@ def _serving(serving: Serving) -> resources_pb2.ServingStatus:
 def _alias(adapter: Adapter, alias: AliasView) -> resources_pb2.AdapterAlias:
     return resources_pb2.AdapterAlias(
         name=alias_name(adapter.namespace, adapter.name, alias.name),
-        targets=[resources_pb2.AliasTarget(version=number, weight=weight) for number, weight in alias.targets],
+        targets=_targets(alias.targets),
         update_time=_time(alias.update_time),
+        previous_targets=_targets(alias.previous),
     )
+
+
+def _targets(targets: Sequence[tuple[int, float]]) -> list[resources_pb2.AliasTarget]:
+    return [resources_pb2.AliasTarget(version=number, weight=weight) for number, weight in targets]
 
 
 def version_message(adapter: Adapter, row: AdapterVersion) -> resources_pb2.AdapterVersion:

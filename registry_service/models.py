@@ -178,6 +178,20 @@ class AliasTarget(Table):
     weight: Mapped[float] = mapped_column(Float)
 
 
+class PreviousAliasTarget(Table):
+    """One version that an alias named before its last change; it may be gone by now. A trigger writes these."""
+
+    __tablename__ = "previous_alias_targets"
+    __table_args__ = (
+        ForeignKeyConstraint(["adapter_uid", "alias"], ["aliases.adapter_uid", "aliases.name"], ondelete="CASCADE"),
+    )
+
+    adapter_uid: Mapped[str] = mapped_column(String(36), primary_key=True)
+    alias: Mapped[str] = mapped_column(String(63), primary_key=True)
+    version: Mapped[int] = mapped_column(Integer, primary_key=True)
+    weight: Mapped[float] = mapped_column(Float)
+
+
 class RequestId(Table):
     """The answer to a registration, for a retry with the same id."""
 

@@ -1,7 +1,7 @@
 """Queries for whole adapters and for the log of their changes: what ResolveAdapter and WatchAdapters answer from."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,7 +11,7 @@ from sqlalchemy.orm import aliased
 
 from registry_service.database import Database
 from registry_service.models import DELETED, Adapter, AdapterVersion, Alias, AliasTarget, Change, RegistryState
-from registry_service.repository import AdapterView, AliasView
+from registry_service.repository import AdapterView, AliasView, previous_targets
 
 Entity = TypeVar("Entity", Adapter, AdapterVersion)
 
@@ -105,7 +105,8 @@ async def snapshot_page(
         page = page.where(row.residency != literal_column("'ON_DEMAND'"))  # the condition of an index
     page = page.order_by(row.namespace, row.name).limit(limit)
     _, found = _records((await session.execute(_whole_adapters(Adapter.uid.in_(page)))).all())
-    return sorted(found, key=lambda record: (record.adapter.namespace, record.adapter.name))
+    whole = await _with_previous_targets(session, found)
+    return sorted(whole, key=lambda record: (record.adapter.namespace, record.adapter.name))
 
 
 def _whole_adapters(wanted: ColumnElement[bool]) -> Select[*tuple[Any, ...]]:
@@ -209,7 +210,21 @@ async def changes_after(session: AsyncSession, revision: int, limit: int) -> Log
 
 async def _by_uid(session: AsyncSession, uids: Iterable[str]) -> dict[str, AdapterRecord]:
     _, found = _records((await session.execute(_BY_UID, {"uids": list(uids)})).all())
-    return {record.adapter.uid: record for record in found}
+    return {record.adapter.uid: record for record in await _with_previous_targets(session, found)}
+
+
+async def _with_previous_targets(session: AsyncSession, found: Sequence[AdapterRecord]) -> list[AdapterRecord]:
+    """For watches. No resolution needs them."""
+    previous = await previous_targets(session, [record.adapter.uid for record in found if record.aliases])
+    return [
+        replace(
+            record,
+            aliases=tuple(
+                alias._replace(previous=previous.get((record.adapter.uid, alias.name), ())) for alias in record.aliases
+            ),
+        )
+        for record in found
+    ]
 
 
 async def compact(session: AsyncSession, before: datetime, keep: int) -> int:

@@ -15,6 +15,7 @@ from registry_service.models import (
     AliasTarget,
     BaseModel,
     Change,
+    PreviousAliasTarget,
     RegistryState,
     RequestId,
     Tombstone,
@@ -36,11 +37,12 @@ class Target(NamedTuple):
 
 
 class AliasView(NamedTuple):
-    """An alias and its targets as (version number, weight)."""
+    """An alias and its targets as (version number, weight); `previous`: those before its last change, if known."""
 
     name: str
     targets: tuple[tuple[int, float], ...]
     update_time: datetime
+    previous: tuple[tuple[int, float], ...] = ()
 
 
 class AdapterView(NamedTuple):
@@ -184,16 +186,30 @@ async def _latest_versions(session: AsyncSession, uids: Sequence[str]) -> dict[s
 
 
 async def _aliases(session: AsyncSession, uids: Sequence[str]) -> dict[str, list[AliasView]]:
-    query = (
-        select(AliasTarget).where(AliasTarget.adapter_uid.in_(uids)).order_by(AliasTarget.alias, AliasTarget.version)
-    )
-    targets: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for target in await session.scalars(query):
-        targets.setdefault((target.adapter_uid, target.alias), []).append((target.version, target.weight))
+    targets = await _targets(session, AliasTarget, uids)
+    previous = await previous_targets(session, uids)
     found: dict[str, list[AliasView]] = {}
     for alias in await session.scalars(select(Alias).where(Alias.adapter_uid.in_(uids)).order_by(Alias.name)):
-        view = AliasView(alias.name, tuple(targets.get((alias.adapter_uid, alias.name), ())), alias.update_time)
+        key = (alias.adapter_uid, alias.name)
+        view = AliasView(alias.name, targets.get(key, ()), alias.update_time, previous.get(key, ()))
         found.setdefault(alias.adapter_uid, []).append(view)
+    return found
+
+
+async def previous_targets(
+    session: AsyncSession, uids: Sequence[str]
+) -> dict[tuple[str, str], tuple[tuple[int, float], ...]]:
+    """What aliases meant before their last change: by (adapter uid, alias), in order of the versions."""
+    return await _targets(session, PreviousAliasTarget, uids) if uids else {}
+
+
+async def _targets(
+    session: AsyncSession, table: type[AliasTarget] | type[PreviousAliasTarget], uids: Sequence[str]
+) -> dict[tuple[str, str], tuple[tuple[int, float], ...]]:
+    query = select(table.adapter_uid, table.alias, table.version, table.weight).where(table.adapter_uid.in_(uids))
+    found: dict[tuple[str, str], tuple[tuple[int, float], ...]] = {}
+    for uid, alias, version, weight in await session.execute(query.order_by(table.alias, table.version)):
+        found[uid, alias] = (*found.get((uid, alias), ()), (version, weight))
     return found
 
 
@@ -284,6 +300,7 @@ async def set_alias(
 ) -> None:
     """Creates the alias or replaces its targets. The adapter's row must be locked."""
     await session.merge(Alias(adapter_uid=uid, name=alias, update_time=now))
+    await session.flush()  # now a trigger keeps the targets that there are as the previous ones
     await session.execute(delete(AliasTarget).where(AliasTarget.adapter_uid == uid, AliasTarget.alias == alias))
     await session.flush()
     session.add_all(AliasTarget(adapter_uid=uid, alias=alias, version=number, weight=w) for number, w in targets)

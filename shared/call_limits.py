@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from shared.call_ends import CUT, Cut
 from shared.errors import ClientTooSlow, LoraplexError, QueueFull
 from shared.status import to_grpc_status
 
@@ -26,8 +27,8 @@ class _Stream:
     """A stream under way. `since`: when its client was given a message that it has not taken yet."""
 
     task: "asyncio.Task[Any]"
+    cut: Cut
     since: float | None = None
-    is_cut: bool = False
 
 
 @dataclass(eq=False)
@@ -100,7 +101,7 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     with self._watched() as stream:
                         await _write(behaviour(request, context), context, stream)
                 except asyncio.CancelledError:
-                    if not stream.is_cut or context.cancelled():
+                    if not stream.cut.is_slow or context.cancelled():
                         raise
                     stream.task.uncancel()
                     log.warning("a client did not read its stream", extra={"method": method, "peer": context.peer()})
@@ -135,7 +136,8 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     @contextmanager
     def _watched(self) -> Iterator[_Stream]:
-        stream = _Stream(_this_task())
+        stream = _Stream(_this_task(), Cut())
+        CUT.set(stream.cut)  # each call has a task, and so a context, of its own
         self._streams[stream] = None
         if self._next_look is None and self.slow_client_seconds:
             self._look()
@@ -151,8 +153,8 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return
         overdue = time.monotonic() - self.slow_client_seconds
         for stream in self._streams:
-            if stream.since is not None and stream.since < overdue and not stream.is_cut:
-                stream.is_cut = True
+            if stream.since is not None and stream.since < overdue and not stream.cut.is_slow:
+                stream.cut.is_slow = True
                 stream.task.cancel()
         loop = asyncio.get_running_loop()
         self._next_look = loop.call_later(self.slow_client_seconds / _LOOKS, self._look)

@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 import grpc
 
+from shared.call_ends import cut_off_by
+
 OWN_SERVICES = "/loraplex."
-_TRANSIT_SECONDS = 0.05  # a deadline ends later here than at the client, who ends the call then
 
 EndCall = Callable[[grpc.StatusCode], None]
 
@@ -76,9 +77,8 @@ class ObservingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
 def code_of(error: BaseException, context: Any) -> grpc.StatusCode:
     """What the caller of a call that ended with `error` is told, or would be if it were there."""
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        remaining = context.time_remaining()
-        is_late = remaining is not None and remaining <= _TRANSIT_SECONDS
-        return grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
+        cause = cut_off_by(context)
+        return grpc.StatusCode.CANCELLED if cause is None else grpc.StatusCode[cause.code]
     code = context.code()
     return code if isinstance(code, grpc.StatusCode) else _BY_NUMBER.get(code, grpc.StatusCode.UNKNOWN)
 

@@ -3,8 +3,8 @@
 A field's default, type and `metadata={"help": …}` say all there is to know about a setting: `load` reads it and
 `options` lists it for a command line. Types: str, int, float, bool, Path, Literal of strings, tuple[str, ...],
 dict[str, str], and any of these `| None`; or a dict of dataclasses of these: tables `[field.NAME]` in the TOML file.
-Further metadata: `flag` (the flag's name where it is not the field's), `is_secret` (no message repeats the value) and
-`check`, a function that returns None for a good value and else what was expected.
+Further metadata: `flag` (the flag's name where it is not the field's; files and variables take either), `is_secret`
+(no message repeats the value) and `check`, a function that returns None for a good value and else what was expected.
 """
 
 import dataclasses
@@ -127,8 +127,12 @@ def _values(
     """What `given` says of the fields of `cls`. Takes what was given out of `missing` and notes every problem."""
     kinds = _types(cls)
     metadata = {field.name: field.metadata for field in dataclasses.fields(cls)}
+    by_flag = {option.flag.strip("-").replace("-", "_"): option.name for option in options(cls)}
     values: dict[str, Any] = {}
-    for item in given:
+    labels: dict[tuple[str, str], str] = {}
+    for item in (each._replace(name=by_flag.get(each.name, each.name)) for each in given):
+        if (same := labels.setdefault((item.name, item.origin), item.label)) != item.label:
+            problems.append(Problem(item.label, item.origin, f"is the same setting as {same}"))
         missing.pop(item.name, None)
         if item.name not in kinds:
             expected = f"no such setting; there are {', '.join(sorted(kinds))}"

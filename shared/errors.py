@@ -40,13 +40,19 @@
     ├── Unimplemented           UNIMPLEMENTED       UNIMPLEMENTED
     └── Internal                INTERNAL            INTERNAL
 
+`passes` of a class says whether such an error may pass by itself, so that the same request may succeed later. Only one
+that does has a `retry_after`.
+
 `shared.status` maps these to and from `google.rpc.Status`; `ErrorRecord` carries them between processes.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
+
+# `sometimes`: whoever raises it knows, and then tells `retry_after`.
+Passing = Literal["never", "sometimes", "always"]
 
 
 class FieldViolation(msgspec.Struct, frozen=True):
@@ -72,11 +78,13 @@ class LoraplexError(Exception):
     Args:
         message: One sentence that says what is wrong and, where possible, what to do.
         metadata: Machine-readable facts (`tensor`, `key`, `adapter` …); becomes `ErrorInfo.metadata`.
-        retry_after: Seconds after which a retry makes sense; becomes `RetryInfo`.
+        retry_after: Seconds after which the same request may succeed; becomes `RetryInfo`. Dropped if the error never
+            passes by itself.
     """
 
     code: ClassVar[str] = "INTERNAL"
     reason: ClassVar[str] = "INTERNAL"
+    passes: ClassVar[Passing] = "never"
     violations: tuple[FieldViolation, ...] = ()
 
     def __init__(
@@ -85,12 +93,22 @@ class LoraplexError(Exception):
         super().__init__(message)
         self.message = message
         self.metadata = dict(metadata or {})
-        self.retry_after = retry_after
+        self.retry_after = None if self.passes == "never" else retry_after
 
     @property
     def summary(self) -> str:
         """Reason and message in one line."""
         return f"{self.reason}: {self.message}"
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same request may succeed later though nobody does anything about it."""
+        return self.passes == "always" or self.retry_after is not None
+
+    def stands_for(self, seconds: float) -> None:
+        """Nobody tries again for so long: whom a retry may help shall wait. Others are not told to retry."""
+        if self.may_pass:
+            self.retry_after = seconds
 
     def record(self) -> ErrorRecord:
         """This error as data."""
@@ -206,20 +224,24 @@ class ResourceExhausted(LoraplexError):
 
 class QueueFull(ResourceExhausted):
     reason = "QUEUE_FULL"
+    passes = "sometimes"
 
 
 class TenantQuota(ResourceExhausted):
     reason = "TENANT_QUOTA"
+    passes = "sometimes"
 
 
 class AdapterMemory(ResourceExhausted):
     reason = "ADAPTER_MEMORY"
+    passes = "sometimes"
 
 
 class RateLimited(ResourceExhausted):
     """The tenant has used up its rate; metadata names it as `limit`."""
 
     reason = "RATE_LIMITED"
+    passes = "sometimes"
 
 
 class ClientTooSlow(ResourceExhausted):
@@ -232,6 +254,7 @@ class WatchTooSlow(ResourceExhausted):
     """The caller did not keep up with the changes; it may resume."""
 
     reason = "WATCH_TOO_SLOW"
+    passes = "sometimes"
 
 
 class NamespaceQuota(ResourceExhausted):
@@ -240,6 +263,7 @@ class NamespaceQuota(ResourceExhausted):
 
 class Unavailable(LoraplexError):
     code = reason = "UNAVAILABLE"
+    passes = "always"
 
 
 class SourceUnavailable(Unavailable):
@@ -260,6 +284,7 @@ class Draining(Unavailable):
 
 class DeadlineUnreachable(LoraplexError):
     code, reason = "DEADLINE_EXCEEDED", "DEADLINE_UNREACHABLE"
+    passes = "sometimes"
 
 
 class Unimplemented(LoraplexError):

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shared.config import ConfigError, Option, options
 from shared.errors import InvalidArgument, LoraplexError
@@ -17,12 +17,18 @@ def flag_parser(
     Values stay text and flags that were not given are None: `shared.config.load` reads them, so that all wrong ones
     are reported together.
     """
-    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser = _Parser(prog=prog, description=description)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the same settings")
     for option in options(cls):
         if not option.is_table and (names is None or option.name in names):
             _add(parser, option)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage of dozens of flags before it."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def startup_error(error: ConfigError | LoraplexError, cls: type) -> str:

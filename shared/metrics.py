@@ -17,7 +17,7 @@ _CLIENT_SECONDS = 10.0  # a client that neither sends nor reads keeps a thread n
 
 
 class MetricsServer:
-    """Answers GET /metrics with what `collector` says at that moment. `port` is the one it listens on."""
+    """Answers GET and HEAD of /metrics with what `collector` says at that moment. `port` is the one it listens on."""
 
     def __init__(self, listen: str, collector: Collector) -> None:
         """Bind `listen` (HOST:PORT, port 0 = any free one) and start.
@@ -63,7 +63,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def log_message(self, *_: object) -> None:
         """Scrapes are not logged."""

@@ -44,7 +44,8 @@ _FAULTS = {
 class Tracing:
     """The spans of one process; a `CallObserver`, which makes one of each call that a server handles.
 
-    Endless streams (watches) have none: their span would be told when they end.
+    Endless streams (watches) have none: their span would be told when they end. Neither have the calls that replicas
+    make by themselves, again and again, unless their caller traces them.
     """
 
     def __init__(self, endpoint: str, service: str, process: str) -> None:
@@ -64,10 +65,12 @@ class Tracing:
 
     def begin(self, method: str, context: Any) -> EndCall:
         """A call begins; its span is the current one of the task from now on."""
-        if (rule := RULES.get(method)) is not None and rule.is_endless:
-            return lambda code: None
         carrier = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        span = self._start(method, SpanKind.SERVER, _W3C.extract(carrier))
+        parent, rule = _W3C.extract(carrier), RULES.get(method)
+        has_parent = trace.get_current_span(parent).get_span_context().is_valid
+        if rule is not None and (rule.is_endless or (rule.is_periodic and not has_parent)):
+            return lambda code: None
+        span = self._start(method, SpanKind.SERVER, parent)
         contexts.attach(trace.set_span_in_context(span))  # each call has a task, and so a context, of its own
 
         def end(code: grpc.StatusCode) -> None:

@@ -21,7 +21,6 @@ from shared.errors import (
     InvalidArgument,
     LoraplexError,
     NamespaceQuota,
-    Unavailable,
     from_record,
 )
 
@@ -29,6 +28,8 @@ DOMAIN = "loraplex"
 
 MAX_VIOLATIONS = 16
 _MAX_METADATA = 16  # entries
+_RETRY_SECONDS = 1.0  # where the error may pass and does not say when
+_TLS_FAILURES = ("handshake failed", "verification check failed")  # in gRPC's words
 _MAX_STATUS_BYTES = 6 << 10  # as they travel
 _TEXT_BYTES = (1024, 512, 256, 128, 64)  # how long each text may be; the first that fits
 
@@ -67,8 +68,8 @@ def _status(error: LoraplexError, limit: int) -> status_pb2.Status:
         quota = {"subject": metadata.get("namespace", ""), "description": message}
         details.append(error_details_pb2.QuotaFailure(violations=[quota]))
     retry_after = error.retry_after
-    if retry_after is None and isinstance(error, Unavailable):
-        retry_after = 1.0
+    if retry_after is None and error.may_pass:
+        retry_after = _RETRY_SECONDS
     if retry_after is not None:
         delay = Duration()
         delay.FromNanoseconds(int(retry_after * 1e9))
@@ -101,8 +102,8 @@ def _pack(detail: Message) -> Any:
 def from_rpc_error(error: grpc.aio.AioRpcError) -> LoraplexError:
     """The domain error behind a failed call.
 
-    Without an ErrorInfo of ours (a proxy, a broken connection) the code alone decides: UNAVAILABLE stays `Unavailable`,
-    everything else becomes a plain `LoraplexError` that keeps code and text.
+    Without an ErrorInfo of ours (a proxy, a broken connection) it is a plain `LoraplexError` that keeps code and text.
+    UNAVAILABLE is worth a retry then, unless TLS does not come about: that takes other files.
     """
     status = rpc_status.from_call(error)  # type: ignore[arg-type]
     record = _record(status) if status is not None else None
@@ -131,8 +132,11 @@ def _record(status: status_pb2.Status) -> ErrorRecord | None:
 class _Foreign(LoraplexError):
     """A failed call that carried no ErrorInfo of ours."""
 
+    passes = "sometimes"
+
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
+        is_passing = code == "UNAVAILABLE" and not any(each in message.lower() for each in _TLS_FAILURES)
+        super().__init__(message, retry_after=_RETRY_SECONDS if is_passing else None)
         self.code = self.reason = code  # type: ignore[misc]
 
 

@@ -2,6 +2,9 @@
 
 Without a watch an answer is believed for its ttl. A watch that is heard says that whatever it did not report is as it
 was, so each time it is heard the ttl begins anew; what it reports as changed is not believed from then on.
+
+A watch that cannot be resumed begins with a snapshot, maybe of another database. Until that is complete, what was
+answered before still serves while there is no other answer; from then on, only what the snapshot confirms.
 """
 
 import math
@@ -12,6 +15,7 @@ from typing import NamedTuple
 
 from inference_service.adapters.resolution import Resolution
 from inference_service.adapters.saved_answers import SavedAnswers
+from inference_service.adapters.snapshot import Snapshot
 
 MAX_ANSWERS = 50_000
 MAX_CHANGES = 50_000
@@ -20,7 +24,8 @@ MAX_CHANGES = 50_000
 class Answer(NamedTuple):
     """What a reference meant when the registry was asked, and the registry's revision then.
 
-    `is_earlier`: a process before this one asked. It is never believed, only served while there is no other.
+    `is_earlier`: a process before this one asked, or another watch was heard then. It is never believed, only served
+    while there is no other.
     """
 
     resolution: Resolution
@@ -31,7 +36,7 @@ class Answer(NamedTuple):
 
 class _Change(NamedTuple):
     revision: int
-    is_deleted: bool
+    deleted_at: int  # revision of the last deletion; 0: none was told
 
 
 class Answers:
@@ -47,6 +52,7 @@ class Answers:
         self, max_stale: float, clock: Callable[[], float] = time.monotonic, saved: SavedAnswers | None = None
     ) -> None:
         self.revision = 0  # the highest that the registry has told
+        self.era = 0  # what was read of the saved answers in another one may be gone
         self._max_stale = max_stale
         self._clock = clock
         self._saved = saved
@@ -56,11 +62,13 @@ class Answers:
         self._heard_at = -math.inf
         self._confirmed = 0  # everything up to this revision was told by the watch
         self._nothing_before = -math.inf  # answers to what was asked earlier are not believed
+        self._began_at = -math.inf  # when the watch last had to begin anew
+        self._oldest = 0  # revision of the last snapshot; what is older may be of an adapter that was gone by then
 
     def find(self, reference: str) -> Answer | None:
         """The last answer, however old; None if its adapter was deleted since."""
         answer = self._answers.get(reference)
-        if answer is None or (self._is_changed(reference, answer) and self._changes[_adapter(reference)].is_deleted):
+        if answer is None or self._is_deleted(reference, answer):
             return None
         self._answers.move_to_end(reference)
         return answer
@@ -77,13 +85,20 @@ class Answers:
 
     def put(self, reference: str, answer: Answer, response: bytes = b"") -> None:
         """The registry has answered; `response` is the message."""
+        if answer.asked_at <= self._began_at:
+            return  # its revision may be another database's
         self.revision = max(self.revision, answer.revision)
+        if answer.revision < self._oldest:
+            return
         self._keep(reference, answer)
         if self._saved is not None and not self._is_changed(reference, answer):
             self._saved.put(reference, _adapter(reference), response, is_watched=self._is_watched(answer))
 
     def put_earlier(self, reference: str, resolution: Resolution, age: float) -> None:
-        """What the registry has told a process before this one, and was right `age` seconds ago."""
+        """What the registry has told a process before this one, and was right `age` seconds ago.
+
+        To be read of the saved answers in this era.
+        """
         self._keep(reference, Answer(resolution, self._clock() - age, 0, is_earlier=True))
 
     def _keep(self, reference: str, answer: Answer) -> None:
@@ -103,6 +118,10 @@ class Answers:
         change = self._changes.get(_adapter(reference))
         return 0 if change is None else change.revision
 
+    async def has_any(self) -> bool:
+        """Whether there is anything, here or saved, that a snapshot could confirm."""
+        return bool(self._answers) or (self._saved is not None and await self._saved.has_any())
+
     # ---- what the watch tells
 
     def watching(self, revision: int) -> None:
@@ -112,14 +131,16 @@ class Answers:
     def changed(self, adapter: str, revision: int, *, is_deleted: bool) -> None:
         """The adapter `NAMESPACE/ADAPTER` is another one since `revision`."""
         if len(self._changes) >= MAX_CHANGES:
-            for reference in [r for r in self._answers if self.find(r) is None]:
-                self.drop(reference)
+            self._drop_deleted()
             self._changes.clear()
+            self.era += 1
             self._nothing_before = self._clock()
             self._watched_since = max(self._watched_since, self.revision)
             if self._saved is not None:
                 self._saved.doubt()
-        self._changes[adapter] = _Change(revision, is_deleted)
+        before = self._changes.get(adapter)
+        deleted_at = revision if is_deleted else before.deleted_at if before else 0
+        self._changes[adapter] = _Change(revision, deleted_at)
         if self._saved is not None and is_deleted:
             self._saved.drop_adapter(adapter)
         elif self._saved is not None:
@@ -144,13 +165,49 @@ class Answers:
         return None if math.isinf(self._heard_at) else self._heard_at
 
     def start_over(self) -> None:
-        """What the watch told before counts no more, and neither does any answer; revisions may begin anew."""
-        self.revision = self._confirmed = 0
+        """What the watch told before counts no more, and neither does any answer; revisions may begin anew.
+
+        Answers for what was deleted are dropped, the others wait for `snapshot_ended`.
+        """
+        self._drop_deleted()
+        for reference, answer in list(self._answers.items()):
+            self._answers[reference] = answer._replace(asked_at=self._right_at(answer), revision=0, is_earlier=True)
+        self.era += 1
+        self.revision = self._confirmed = self._oldest = 0
         self._changes.clear()
+        self._began_at = self._clock()
         self._watched_since = math.inf
         self._nothing_before = self._clock()
         if self._saved is not None:
             self._saved.doubt()
+
+    def snapshot_ended(self, snapshot: Snapshot) -> None:
+        """The watch that began at `watching` has told all that there was. Drops what that does not confirm.
+
+        Answers that are as new as the snapshot need no confirmation.
+        """
+        now, fresh = self._clock(), set[str]()
+        self._oldest = int(self._watched_since)
+        self.era += 1
+        for reference, answer in list(self._answers.items()):
+            if not answer.is_earlier and answer.revision >= self._oldest:
+                fresh.add(reference)
+            elif snapshot.confirms(answer.resolution) and not self._is_deleted(reference, answer):
+                self._answers[reference] = answer._replace(asked_at=now, is_earlier=True)
+            else:
+                del self._answers[reference]
+        if self._saved is not None:
+            self._saved.confirm(lambda reference, response: reference in fresh or snapshot.confirms_response(response))
+
+    def _drop_deleted(self) -> None:
+        for reference, answer in list(self._answers.items()):
+            if self._is_deleted(reference, answer):
+                self.drop(reference)
+
+    def _is_deleted(self, reference: str, answer: Answer) -> bool:
+        """Since it was given; the name may have come back as another adapter."""
+        change = self._changes.get(_adapter(reference))
+        return change is not None and answer.revision < change.deleted_at
 
     def _is_changed(self, reference: str, answer: Answer) -> bool:
         return answer.revision < self.required_revision(reference)

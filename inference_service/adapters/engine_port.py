@@ -43,9 +43,13 @@ class EnginePort:
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
-    async def load(self, digest: str, *, pinned: bool) -> None:
-        """Returns when the adapter is READY on the device. Raises its error, or EngineUnavailable."""
-        await self._call(LoadAdapter(next(self._ids), digest, pinned, wait=True, owner="registry"), LOAD_SECONDS)
+    async def load(self, digest: str, *, pinned: bool, prepare_seconds: float = 0.0) -> None:
+        """Returns when the adapter is READY on the device. Raises its error, or EngineUnavailable.
+
+        `prepare_seconds`: what it took to have its files here.
+        """
+        load = LoadAdapter(next(self._ids), digest, pinned, True, "registry", prepare_seconds)
+        await self._call(load, LOAD_SECONDS)
 
     async def keep_pins(self, digests: Set[str]) -> None:
         """Ends all pins that `load` has ever set, here or in a process before this one, but those of `digests`."""

@@ -7,8 +7,6 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-import msgspec
-
 from shared.errors import ErrorRecord, Internal, LoraplexError, from_record
 
 T = TypeVar("T")
@@ -22,8 +20,8 @@ class Flights(Generic[T]):
     """Attempts in the air by key.
 
     Args:
-        memory: Seconds for which a failure is given to everyone who asks again, without a new attempt; its
-            `retry_after` says how many are left.
+        memory: Seconds for which a failure is given to everyone who asks again, without a new attempt. If it may pass
+            by itself, its `retry_after` says how many are left.
         clock: Seconds, monotonic.
     """
 
@@ -82,7 +80,9 @@ class Flights(Generic[T]):
 
 def _not_before(seconds: float, record: ErrorRecord) -> ErrorRecord:
     """The failure for someone who would only hear it again within `seconds`."""
-    return msgspec.structs.replace(record, retry_after=max(seconds, record.retry_after or 0.0))
+    error = from_record(record)
+    error.stands_for(max(seconds, record.retry_after or 0.0))
+    return error.record()
 
 
 def unforeseen(error: Exception, what: str) -> Internal:

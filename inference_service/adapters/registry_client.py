@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT = 3.0
 FAILURE_MEMORY = 1.0
 PATIENCE = 0.25  # seconds that a caller with an expired answer waits for a new one
-_FIRST_DELAY, _LONGEST_DELAY, _SETTLED_DELAY = 0.2, 5.0, 60.0
+_FIRST_DELAY, _LONGEST_DELAY, _SETTLED_DELAY = 0.2, 30.0, 60.0
+_UNTROUBLED = 5.0  # seconds at most between attempts that even a registry that comes and goes does not shorten
 _SERVICE_CONFIG = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
 _KEEPALIVE_SECONDS = 30.0  # more than the 5 s between pings that `shared.grpc_server` asks for
 _CHANNEL_OPTIONS = (
@@ -115,9 +116,12 @@ class RegistryClient:
     async def report(self, request: registry_pb2.ReportReplicaStateRequest) -> registry_pb2.ReportReplicaStateResponse:
         """Tells what this replica holds. Raises what the registry says, or RegistryUnavailable."""
         try:
-            return await self._stub.ReportReplicaState(request, timeout=CALL_TIMEOUT)
+            response = await self._stub.ReportReplicaState(request, timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError as rpc_error:
             raise error_of(rpc_error) from None
+        if self.registration == "unreachable":
+            self._came_back.set()
+        return response
 
     async def resolve(self, reference: str, choice_key: str = "") -> ResolvedVersion:
         """The version that the canonical `reference` means now, chosen by `choice_key` where there are several.
@@ -150,8 +154,9 @@ class RegistryClient:
 
     async def _earlier(self, reference: str) -> Answer | None:
         """What a process before this one was told, if that is young enough."""
+        era = self._answers.era
         found = None if self._saved is None else await self._saved.find(reference)
-        if found is None:
+        if found is None or era != self._answers.era:
             return None
         try:
             response = registry_pb2.ResolveAdapterResponse.FromString(found.response)
@@ -177,7 +182,8 @@ class RegistryClient:
     async def _flight(self, reference: str) -> Resolution:
         """A new answer; neither one that was asked for before the last change nor a failure of then."""
         revision = self._answers.required_revision(reference)
-        return await self._flights.run(f"{reference} {revision}", lambda: self._ask(reference, revision))
+        key = f"{reference} {revision} {self._answers.era}"
+        return await self._flights.run(key, lambda: self._ask(reference, revision))
 
     async def _ask(self, reference: str, min_revision: int) -> Resolution:
         asked_at = self._clock()
@@ -236,7 +242,9 @@ class RegistryClient:
             self._came_back.clear()
             before, self.registration = self.registration, await self._register(request)
             if self.registration == "unreachable":
-                await self._sleep(delay * random.uniform(0.7, 1.3))
+                seconds = delay * random.uniform(0.7, 1.3)
+                await asyncio.sleep(min(seconds, _UNTROUBLED))
+                await self._sleep(seconds - _UNTROUBLED)
                 delay = min(delay * 2, _LONGEST_DELAY)
                 continue
             delay = _FIRST_DELAY
@@ -261,6 +269,8 @@ class RegistryClient:
 
     async def _sleep(self, seconds: float) -> None:
         """Until the registry comes back, at most `seconds`."""
+        if seconds <= 0:
+            return
         try:
             async with asyncio.timeout(seconds):
                 await self._came_back.wait()

@@ -54,7 +54,7 @@ class Loader(Protocol):
 class Engine(Protocol):
     """What is needed of `engine_port.EnginePort`."""
 
-    async def load(self, digest: str, *, pinned: bool) -> None: ...
+    async def load(self, digest: str, *, pinned: bool, prepare_seconds: float) -> None: ...
     async def keep_pins(self, digests: Set[str]) -> None: ...
     async def residents(self) -> list[ResidentAdapter]: ...
     async def free_bytes(self) -> int: ...
@@ -246,12 +246,12 @@ class Residency:
     async def _bring_to_device(self, load: _Load) -> None:
         digest, reference, is_pinned = load.wanted
         load.reason = "FETCHING"
+        began = self._clock()
         prepared = await self._loader.prepare(reference)
+        seconds = self._clock() - began
         load.reason = "LOADING"
-        if is_pinned:
-            await self._engine.load(digest, pinned=True)
-        elif await self._engine.free_bytes() >= prepared.size_bytes:
-            await self._engine.load(digest, pinned=False)
+        if is_pinned or await self._engine.free_bytes() >= prepared.size_bytes:
+            await self._engine.load(digest, pinned=is_pinned, prepare_seconds=seconds)
         log.info("%s is here", reference, extra={"digest": digest, "pinned": is_pinned})
 
     def _note_failure(self, load: _Load, error: LoraplexError) -> None:

@@ -85,6 +85,18 @@ class SavedAnswers:
         """No reference to the adapter means anything."""
         self._soon("delete from answers where adapter = ?", adapter)
 
+    def confirm(self, is_right: Callable[[str, bytes], bool]) -> None:
+        """Answers that the watch does not tell of are right now if `is_right(reference, response)`, else dropped."""
+        self._thread.submit(self._confirm, is_right, self._clock()).add_done_callback(_log_failure)
+
+    async def has_any(self) -> bool:
+        """Whether there are answers."""
+        try:
+            return await asyncio.wrap_future(self._thread.submit(self._has_any))
+        except sqlite3.Error as error:
+            log.warning("the registry's answers of earlier cannot be read: %s", error)
+            return False
+
     async def find(self, reference: str) -> SavedAnswer | None:
         """The last answer."""
         try:
@@ -111,6 +123,18 @@ class SavedAnswers:
             return None
         row = self._database.execute(_FIND, (reference,)).fetchone()
         return None if row is None else SavedAnswer(row[0], max(self._clock() - row[1], 0.0))
+
+    def _has_any(self) -> bool:
+        return self._database is not None and self._database.execute("select 1 from answers").fetchone() is not None
+
+    def _confirm(self, is_right: Callable[[str, bytes], bool], now: float) -> None:
+        if self._database is None:
+            return
+        rows = self._database.execute("select reference, response from answers where not is_watched")
+        wrong = [(reference,) for reference, response in rows if not is_right(reference, response)]
+        with self._database:
+            self._database.executemany("delete from answers where reference = ?", wrong)
+            self._database.execute("update answers set right_at = ? where not is_watched", (now,))
 
     def _soon(self, statement: str, *values: object) -> None:
         self._thread.submit(self._write, statement, values).add_done_callback(_log_failure)

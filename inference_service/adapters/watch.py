@@ -9,6 +9,7 @@ import grpc
 
 from inference_service.adapters.answers import Answers
 from inference_service.adapters.registry_errors import error_of, unreachable
+from inference_service.adapters.snapshot import Snapshot
 from loraplex.registry.v1 import registry_pb2
 from loraplex.registry.v1.registry_pb2_grpc import AdapterRegistryServiceStub
 from shared.errors import InvalidArgument, LoraplexError, RegistryUnavailable, WatchCompacted
@@ -32,7 +33,8 @@ class Listener(Protocol):
 class AdapterWatch:
     """One WatchAdapters stream after another, told to `answers` and, if there is one, to `listener`.
 
-    `answers` remembers nothing of adapters that nobody asked for, so without a listener it begins without a snapshot.
+    `answers` remembers nothing of adapters that nobody asked for: the snapshot has all adapters only where answers of
+    before are to be confirmed, else those that the listener wants, and without a listener there is none.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class AdapterWatch:
         self._answers = answers
         self._listener = listener
         self._token = ""
+        self._snapshot: Snapshot | None = Snapshot()  # the one that has not ended
         self._delay = FIRST_DELAY
         self._is_live = False  # the stream has caught up
 
@@ -69,12 +72,13 @@ class AdapterWatch:
             self._delay = min(2 * self._delay, LONGEST_DELAY)
 
     async def _follow(self) -> None:
+        is_whole = not self._token and await self._answers.has_any()
         request = registry_pb2.WatchAdaptersRequest(
             parent="namespaces/-",
             base_model=self._base_model,
             resume_token=self._token,
-            skip_snapshot=self._listener is None,
-            snapshot_wanted_only=self._listener is not None,
+            skip_snapshot=self._listener is None and not is_whole,
+            snapshot_wanted_only=self._listener is not None and not is_whole,
         )
         call = self._stub.WatchAdapters(request)
         responses = aiter(call)
@@ -98,13 +102,20 @@ class AdapterWatch:
         for change in response.changes:
             name = parse_adapter_name(change.adapter.name, "changes.adapter.name")
             is_deleted = change.type == registry_pb2.AdapterChange.TYPE_DELETE
-            self._answers.changed(f"{name.namespace}/{name.adapter}", change.revision, is_deleted=is_deleted)
+            if self._snapshot is None or is_deleted:
+                self._answers.changed(f"{name.namespace}/{name.adapter}", change.revision, is_deleted=is_deleted)
+            else:
+                for version in change.versions:
+                    self._snapshot.add(version.name, version.digest)
             if self._listener is not None:
                 self._listener.changed(change)
         self._token = response.resume_token
         self._delay = FIRST_DELAY
         if response.snapshot_complete and not self._is_live:
             self._is_live = True
+            if self._snapshot is not None:
+                self._answers.snapshot_ended(self._snapshot)
+                self._snapshot = None
             log.info("adapters are watched", extra={"revision": response.registry_revision})
         if self._is_live:
             self._answers.confirmed(response.registry_revision)
@@ -113,6 +124,7 @@ class AdapterWatch:
 
     def _start_over(self) -> None:
         self._token = ""
+        self._snapshot = Snapshot()
         self._answers.start_over()
         if self._listener is not None:
             self._listener.start_over()

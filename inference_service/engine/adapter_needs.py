@@ -137,7 +137,7 @@ class AdapterNeeds:
     def _wanted(self, flow: Flow) -> Iterator[Wanted]:
         digest = flow.digest
         if digest is not None and flow.waiting and digest not in self.held and digest not in self.drained:
-            yield Wanted(digest, flow.tenant.name)
+            yield Wanted(digest, flow.tenant.name, flow.waiting[0].request.spec.prepare_seconds)
 
     # ---- the order
 

@@ -120,9 +120,12 @@ class EngineClient:
             events.abandon(each)
         self._send(Abort(request_id, index))
 
-    async def load_adapter(self, digest: str, *, pinned: bool, wait: bool) -> None:
-        """Bring an adapter into a slot; returns when it is READY, or at once if not `wait`. Raises its error."""
-        await self.call(LoadAdapter(self._next_call(), digest, pinned, wait))
+    async def load_adapter(self, digest: str, *, pinned: bool, wait: bool, prepare_seconds: float = 0.0) -> None:
+        """Bring an adapter into a slot; returns when it is READY, or at once if not `wait`. Raises its error.
+
+        `prepare_seconds`: what it took the adapter process to have it ready for this.
+        """
+        await self.call(LoadAdapter(self._next_call(), digest, pinned, wait, prepare_seconds=prepare_seconds))
 
     async def unload_adapter(self, digest: str, *, force: bool) -> None:
         """Drain and free an adapter's slot; returns when the memory is free."""

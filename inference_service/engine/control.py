@@ -17,7 +17,9 @@ AdapterCall = LoadAdapter | UnloadAdapter | KeepPins | ListResident
 class ManagedAdapters(Adapters, Protocol):
     """What operators ask of the slot pool, beside what the scheduler does."""
 
-    def load(self, digest: str, pinned: bool, owner: PinOwner = "operator") -> AdapterState: ...
+    def load(
+        self, digest: str, pinned: bool, owner: PinOwner = "operator", prepare_seconds: float = 0.0
+    ) -> AdapterState: ...
 
     def keep_pins(self, owner: PinOwner, digests: Set[str]) -> None: ...
 
@@ -85,7 +87,7 @@ class AdapterControl:
                     self._load(call)
 
     def _load(self, call: LoadAdapter) -> AdapterState:
-        return self._adapters.load(call.digest, call.pinned, call.owner)
+        return self._adapters.load(call.digest, call.pinned, call.owner, call.prepare_seconds)
 
     def _keep_pins(self, client: bytes, call: KeepPins) -> None:
         digests = frozenset(call.digests)

@@ -82,7 +82,9 @@ class Scheduler:
         if queue.num_waiting and queue.num_waiting + count > self.limits.max_queue:
             raise QueueFull(
                 f"{queue.num_waiting} sequences are waiting, the limit is {self.limits.max_queue}",
-                retry_after=RETRY_AFTER_SECONDS,
+                metadata={"limit": "queue", "value": str(self.limits.max_queue)},
+                # Before those have started there is no more room than for the first who come back.
+                retry_after=self._waits.seconds(queue.num_waiting, spec.arrival) or RETRY_AFTER_SECONDS,
             )
         request.flow = queue.flow(spec.tenant, spec.adapter_digest)
         self._tenant_limits.check_queued(request.flow.tenant.num_waiting, count, RETRY_AFTER_SECONDS)

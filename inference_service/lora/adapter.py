@@ -22,10 +22,11 @@ class AdapterState(StrEnum):
 
 
 class Wanted(NamedTuple):
-    """An adapter that requests of `tenant` wait for."""
+    """An adapter that requests of `tenant` wait for. `prepare_seconds` were spent for the first of them before."""
 
     digest: str
     tenant: str
+    prepare_seconds: float = 0.0
 
 
 class Copy(Protocol):
@@ -68,7 +69,7 @@ class Adapter:
     `refused`: what did not fit when it FAILED for want of room.
     `tenant`: whose requests it is loaded for; "" is an operator.
     `is_ordered`: an operator asked for it; it is placed whether or not requests wait.
-    `began`, `phase_began`: when its load, and the state it is in, began.
+    `began`, `phase_began`: when its load, with what was done for it before, and the state it is in began.
     """
 
     digest: str

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 from inference_service.stats import Seconds, Usage
 
-LoadPhase = Literal["acquire", "place", "copy", "total"]
-LOAD_PHASES: tuple[LoadPhase, ...] = ("acquire", "place", "copy", "total")
+LoadPhase = Literal["prepare", "acquire", "place", "copy", "total"]
+LOAD_PHASES: tuple[LoadPhase, ...] = ("prepare", "acquire", "place", "copy", "total")
 
 
 @dataclass

@@ -68,9 +68,9 @@ class AdapterPool:
 
     # ---- what requests ask for
 
-    def require(self, digest: str, tenant: str = "") -> AdapterState:
+    def require(self, digest: str, tenant: str = "", prepare_seconds: float = 0.0) -> AdapterState:
         """Want an adapter: start its load if there is none, and keep it from being the next victim if it is there.
-        A load is for `tenant`, whose adapters' bytes may be bounded.
+        A load is for `tenant`, whose adapters' bytes may be bounded; `prepare_seconds` were spent on it before.
 
         A failure is remembered for a few seconds, want of room only while there is none; then it tries again. What is
         wanted every step, as requests that wait do, is not evicted.
@@ -83,7 +83,7 @@ class AdapterPool:
             self._adapters.pop(digest, None)
             return AdapterState.WANTED
         if adapter is None:
-            adapter = self._table.begin(digest, tenant)
+            adapter = self._table.begin(digest, tenant, prepare_seconds)
             self._num_acquiring += 1
             self.counters.needless_reloads += digest in self._evicted_in_need
             self._evicted_in_need.discard(digest)
@@ -103,7 +103,7 @@ class AdapterPool:
         place: dict[str, int] = {}
         is_short = False
         of_tenant: dict[str, int] = {}
-        for digest, tenant in line:
+        for digest, tenant, prepare_seconds in line:
             nbytes = self._table.expected_bytes(digest)
             total = of_tenant.get(tenant, 0) + nbytes
             if digest in place or (of_tenant.get(tenant) and 0 < self._slots.owner_bytes < total):
@@ -115,7 +115,7 @@ class AdapterPool:
                 break
             place[digest] = len(place)
             of_tenant[tenant] = total
-            is_short |= self.require(digest, tenant) is AdapterState.WANTED
+            is_short |= self.require(digest, tenant, prepare_seconds) is AdapterState.WANTED
         if is_short:
             for adapter in [a for a in self._placing.waiting if a.digest not in place and not a.is_ordered]:
                 self.begin_unload(adapter.digest)
@@ -138,12 +138,12 @@ class AdapterPool:
         return digest in self._pins
 
     def error(self, digest: str) -> LoraplexError | None:
-        """Why an adapter is FAILED, and after how many seconds it is worth asking again."""
+        """Why an adapter is FAILED, and after how many seconds it is worth asking again, if ever."""
         adapter = self._adapters.get(digest)
         if adapter is None or adapter.error is None:
             return None
-        if not isinstance(adapter.error, AdapterMemory):  # which says itself whether any retry helps
-            adapter.error.retry_after = max(adapter.forget_at - self._clock(), 0.0)
+        if not isinstance(adapter.error, AdapterMemory):  # room may come sooner
+            adapter.error.stands_for(max(adapter.forget_at - self._clock(), 0.0))
         return adapter.error
 
     def acquire(self, digest: str) -> Handle:
@@ -178,13 +178,15 @@ class AdapterPool:
 
     # ---- what operators ask for
 
-    def load(self, digest: str, pinned: bool, owner: PinOwner = "operator") -> AdapterState:
+    def load(
+        self, digest: str, pinned: bool, owner: PinOwner = "operator", prepare_seconds: float = 0.0
+    ) -> AdapterState:
         """Like `require`; with `pinned` also pin it for `owner`. The pin belongs to the digest and outlives a failed
         load. A load without a pin takes nobody's away.
         """
         if pinned:
             self._pins.add(digest, owner)
-        state = self.require(digest)
+        state = self.require(digest, prepare_seconds=prepare_seconds)
         if digest in self._adapters:
             self._adapters[digest].is_ordered = True
         if pinned and self._slots.find(digest) is not None:

@@ -37,10 +37,12 @@ class AdapterTable:
         self._release_blob = release_blob
         self._failure_seconds = failure_seconds
 
-    def begin(self, digest: str, tenant: str) -> Adapter:
-        """A load begins: its blob is asked for."""
+    def begin(self, digest: str, tenant: str, prepare_seconds: float) -> Adapter:
+        """A load, on which `prepare_seconds` were spent elsewhere, goes on here: its blob is asked for."""
         now = self.clock()
-        adapter = Adapter(digest, AdapterState.ACQUIRING, tenant=tenant, began=now, phase_began=now)
+        self.counters.load_seconds["prepare"].add(prepare_seconds)
+        began = now - prepare_seconds
+        adapter = Adapter(digest, AdapterState.ACQUIRING, tenant=tenant, began=began, phase_began=now)
         self.by_digest[digest] = adapter
         return adapter
 

@@ -29,6 +29,7 @@ class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
     """Bring an adapter into a slot; answered by `Reply` when it is READY (at once if not `wait`).
 
     `owner`: whose pin it is, if it is `pinned`. The registry's is that of an adapter's residency.
+    `prepare_seconds`: as in `GenerateSpec`.
     """
 
     call_id: int
@@ -36,6 +37,7 @@ class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
     pinned: bool
     wait: bool
     owner: PinOwner = "operator"
+    prepare_seconds: float = 0.0
 
 
 class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):

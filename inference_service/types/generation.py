@@ -43,6 +43,7 @@ class GenerateSpec(msgspec.Struct, frozen=True):
     `prompt_logprobs`: likewise for prompt positions 1…
     `tenant` and `cache_salt` seed the prefix cache together with the adapter's digest.
     `adapter_tier`: where the adapter process had the adapter when the request came.
+    `prepare_seconds`: what it then took to resolve it and to have its files here, a part of the load that this begins.
     `adapter_start`: the first position of the prompt that the adapter acts on. `extra_vocab`: ids that it adds.
     """
 
@@ -61,6 +62,7 @@ class GenerateSpec(msgspec.Struct, frozen=True):
     adapter_tier: Tier = "host"
     adapter_start: int = 0
     extra_vocab: int = 0
+    prepare_seconds: float = 0.0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

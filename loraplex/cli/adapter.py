@@ -9,6 +9,7 @@ from rich.console import Console
 
 from loraplex.cli.calls import run
 from loraplex.cli.identity import own_namespace
+from loraplex.cli.names import parent, written
 from loraplex.cli.options import (
     DEFAULT_REGISTRY,
     AdapterArgument,
@@ -17,6 +18,8 @@ from loraplex.cli.options import (
     OrderOption,
     ReferenceArgument,
     RegistryAddress,
+    VersionFilterOption,
+    VersionOrderOption,
     key_values,
     names_version,
     parsed,
@@ -36,7 +39,6 @@ from loraplex.cli.output import (
 from loraplex.client import Client
 from loraplex.registry.v1 import registry_pb2, resources_pb2
 from shared.errors import AdapterNotFound
-from shared.references import adapter_name, namespace_name
 
 app = typer.Typer(help="Manage adapters.")
 console = Console(stderr=True)
@@ -58,7 +60,7 @@ def register(
     """Validate an adapter and store it as a version."""
     target = parsed_adapter(adapter)
     request = registry_pb2.RegisterAdapterRequest(
-        parent=namespace_name(target.namespace),
+        parent=parent(target.namespace),
         adapter_id=target.adapter,
         base_model=base_model,
         source=resources_pb2.AdapterSource(uri=source, credential_ref=credential),
@@ -70,6 +72,8 @@ def register(
     )
     with console.status("validating"):
         response = run(lambda c: c.call(c.registry.RegisterAdapter(request)), registry=registry)
+    if json and dry_run:  # of a version that was only validated the registry says whether it would be a new one
+        return print_json({**as_dict(response), "created": False, "validated": True})
     if json:
         return print_json(response)
     return _print_registered(adapter, response, dry_run)
@@ -97,7 +101,7 @@ def list_adapters(
 ) -> None:
     """List adapters: rank and size of the version that the name alone means, and the replicas that have it ready."""
     request = registry_pb2.ListAdaptersRequest(
-        parent=namespace_name(namespace or own_namespace()), filter=filter, order_by=order_by, show_deleted=deleted
+        parent=parent(namespace or own_namespace()), filter=filter, order_by=order_by, show_deleted=deleted
     )
 
     async def all_adapters(client: Client) -> list[resources_pb2.Adapter]:
@@ -141,9 +145,9 @@ def show(reference: ReferenceArgument, json: Json = False, registry: RegistryAdd
     target = parsed(reference)
 
     async def both(client: Client) -> tuple[resources_pb2.Adapter, registry_pb2.ResolveAdapterResponse]:
-        name = adapter_name(target.namespace, target.adapter)
+        name = written(target._replace(version=None, alias=None, digest=None))
         adapter = await client.call(client.registry.GetAdapter(registry_pb2.GetAdapterRequest(name=name)))
-        resolve = registry_pb2.ResolveAdapterRequest(reference=target.canonical())
+        resolve = registry_pb2.ResolveAdapterRequest(reference=written(target))
         try:
             return adapter, await client.call(client.registry.ResolveAdapter(resolve))
         except AdapterNotFound:
@@ -209,17 +213,16 @@ def _of_version(version: resources_pb2.AdapterVersion) -> dict[str, object]:
 @app.command()
 def versions(
     adapter: AdapterArgument,
-    filter: FilterOption = "",
-    order_by: OrderOption = "",
+    filter: VersionFilterOption = "",
+    order_by: VersionOrderOption = "",
     deleted: Annotated[bool, typer.Option("--deleted", help="Deleted ones too.")] = False,
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
     """List the versions of an adapter, by default the newest first."""
     target = parsed_adapter(adapter)
-    parent = adapter_name(target.namespace, target.adapter)
     request = registry_pb2.ListAdapterVersionsRequest(
-        parent=parent, filter=filter, order_by=order_by, show_deleted=deleted
+        parent=written(target), filter=filter, order_by=order_by, show_deleted=deleted
     )
 
     async def all_versions(client: Client) -> list[resources_pb2.AdapterVersion]:
@@ -255,7 +258,7 @@ def delete(
 ) -> None:
     """Delete an adapter. Requests for it fail from now on; running ones finish. `undelete` brings it back."""
     target = parsed_adapter(adapter)
-    name = adapter_name(target.namespace, target.adapter)
+    name = written(target)
     if not yes and sys.stdin.isatty():
         typer.confirm(f"Delete {name}? Requests for it will fail.", abort=True, err=True)
     request = registry_pb2.DeleteAdapterRequest(name=name)
@@ -269,7 +272,7 @@ def delete(
 def undelete(adapter: AdapterArgument, json: Json = False, registry: RegistryAddress = DEFAULT_REGISTRY) -> None:
     """Bring a deleted adapter back, with its versions and aliases."""
     target = parsed_adapter(adapter)
-    request = registry_pb2.UndeleteAdapterRequest(name=adapter_name(target.namespace, target.adapter))
+    request = registry_pb2.UndeleteAdapterRequest(name=written(target))
     response = run(lambda c: c.call(c.registry.UndeleteAdapter(request)), registry=registry)
     if json:
         return print_json(response.adapter)

@@ -44,7 +44,7 @@ def convert(
     if bool(register_as) != bool(source):
         raise typer.BadParameter("--register and --source need each other", param_hint="--register")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("linears", total=None)
         try:
             found = convert_folder(folder, base, out, lambda done, of: progress.update(task, completed=done, total=of))

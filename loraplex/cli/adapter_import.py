@@ -15,13 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from loraplex.cli.calls import is_foreign, run
 from loraplex.cli.identity import own_namespace
+from loraplex.cli.names import parent
 from loraplex.cli.options import DEFAULT_REGISTRY, Json, RegistryAddress
 from loraplex.cli.output import print_json, print_table, short_digest
 from loraplex.client import Client
 from loraplex.registry.v1 import registry_pb2, resources_pb2
-from shared.adapter_format.files import CONFIG
+from shared.adapter_format.files import CONFIG, PICKLE, WEIGHTS
 from shared.errors import InvalidArgument, LoraplexError, SourceUnavailable
-from shared.references import check_id, namespace_name
+from shared.references import check_id
 
 AT_ONCE = 4  # the registry validates more at once, and others want their share
 
@@ -98,7 +99,8 @@ def _of_folder(folder: str, uri: str) -> list[Found]:
         raise typer.BadParameter(f"{folder} is not a folder", param_hint="SOURCE")
     if not uri.startswith("file://"):
         raise typer.BadParameter("a folder needs --uri file://ROOT, its name for the services", param_hint="--uri")
-    folders = sorted(config.parent.relative_to(root) for config in root.rglob(CONFIG))
+    # One with half of an adapter is one: the registry says what is missing.
+    folders = sorted({file.parent.relative_to(root) for name in (CONFIG, WEIGHTS, PICKLE) for file in root.rglob(name)})
     found = [
         Found(_id_of("-".join(path.parts) or root.resolve().name), f"{uri.rstrip('/')}/{path}") for path in folders
     ]
@@ -141,7 +143,7 @@ def _request(
     entry: Found, namespace: str, base_model: str, aliases: Sequence[str], credential: str, dry_run: bool
 ) -> registry_pb2.RegisterAdapterRequest:
     return registry_pb2.RegisterAdapterRequest(
-        parent=namespace_name(namespace),
+        parent=parent(namespace),
         adapter_id=entry.adapter,
         base_model=base_model,
         source=resources_pb2.AdapterSource(uri=entry.source, credential_ref=credential),
@@ -166,4 +168,5 @@ async def _register(client: Client, entry: Found, request: registry_pb2.Register
 def _progress() -> Progress:
     """On standard error, and only where that is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 
 from loraplex.cli.calls import run
+from loraplex.cli.names import qualified
 from loraplex.cli.options import DEFAULT_SERVER, Json, LoadedArgument, ReferenceArgument, ServerAddress
 from loraplex.cli.output import megabytes, print_json, short_version
 from loraplex.inference.v1 import control_pb2
@@ -29,7 +30,7 @@ def load(
     server: ServerAddress = DEFAULT_SERVER,
 ) -> None:
     """Load an adapter on one replica, ahead of its requests."""
-    request = control_pb2.LoadAdapterRequest(reference=reference, pinned=pin, wait=not no_wait)
+    request = control_pb2.LoadAdapterRequest(reference=qualified(reference), pinned=pin, wait=not no_wait)
     with console.status("loading"):
         response = run(lambda c: c.call(c.control.LoadAdapter(request)), server=server)
     if json:
@@ -47,9 +48,11 @@ def unload(
     server: ServerAddress = DEFAULT_SERVER,
 ) -> None:
     """Unload an adapter from one replica. Returns when its memory is free."""
-    request = control_pb2.UnloadAdapterRequest(adapter=reference, force=force)
+    request = control_pb2.UnloadAdapterRequest(adapter=qualified(reference), force=force)
     with console.status("draining"):
         response = run(lambda c: c.call(c.control.UnloadAdapter(request)), server=server)
     if json:
         return print_json(response)
-    return typer.echo(f"unloaded: {reference}, {megabytes(response.freed_bytes)} freed")
+    freed = [(response.device_bytes, "device"), (response.host_bytes, "host memory")]
+    where = [f"{megabytes(size)} of {place}" for size, place in freed if size]
+    return typer.echo(f"unloaded: {reference}, freed: {', '.join(where) or 'nothing'}")

@@ -7,6 +7,7 @@ import typer
 from google.protobuf import field_mask_pb2
 
 from loraplex.cli.calls import run
+from loraplex.cli.names import written
 from loraplex.cli.options import (
     DEFAULT_REGISTRY,
     AdapterArgument,
@@ -18,7 +19,6 @@ from loraplex.cli.options import (
 from loraplex.cli.output import print_json, short_adapter
 from loraplex.client import Client
 from loraplex.registry.v1 import registry_pb2, resources_pb2
-from shared.references import adapter_name
 
 
 class Residency(StrEnum):
@@ -69,7 +69,7 @@ def update(
         raise typer.BadParameter("say what to change; --help lists it", param_hint="update")
 
     async def work(client: Client) -> resources_pb2.Adapter:
-        change.name = adapter_name(target.namespace, target.adapter)
+        change.name = written(target)
         if maps:  # they are replaced as a whole, so nobody may change them in between
             request = registry_pb2.GetAdapterRequest(name=change.name)
             before = await client.call(client.registry.GetAdapter(request))

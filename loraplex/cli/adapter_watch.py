@@ -8,7 +8,7 @@ import typer
 
 from loraplex.cli.calls import run
 from loraplex.cli.options import DEFAULT_REGISTRY, Json, RegistryAddress
-from loraplex.cli.output import as_dict, short_adapter
+from loraplex.cli.output import alias_targets, as_dict, short_adapter
 from loraplex.client import Client
 from loraplex.registry.v1 import registry_pb2, resources_pb2
 
@@ -60,8 +60,8 @@ def _line(change: registry_pb2.AdapterChange) -> str:
 
 def _names(adapter: resources_pb2.Adapter) -> str:
     """What the adapter's aliases mean."""
-    names = [("latest", adapter.latest_version)] if adapter.latest_version else []
+    names = [("latest", str(adapter.latest_version))] if adapter.latest_version else []
     for alias in adapter.aliases:
         name = alias.name.rpartition("/")[2]
-        names += [(name, target.version) for target in alias.targets]
+        names.append((name, alias_targets(alias)))
     return ", ".join(f"{name}→{version}" for name, version in names)

@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 import yaml
 
-from loraplex.cli.identity import own_namespace
+from loraplex.cli.names import read as read_name
 from loraplex.cli.options import names_version
 from shared.errors import InvalidArgument
-from shared.references import parse_reference
 
 Weight = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -81,7 +80,7 @@ def _text(file: Path) -> str:
 
 def _check_entry(file: Path, root: yaml.Node | None, path: str, entry: AdapterEntry) -> None:
     try:
-        reference = parse_reference(entry.name, own_namespace())
+        reference = read_name(entry.name)
     except InvalidArgument as error:
         raise _wrong(file, root, f"{error.violations[0].description} - at `{path}.name`") from None
     if names_version(reference):

@@ -9,14 +9,15 @@ import typer
 
 from loraplex.cli.adapter_update import updated
 from loraplex.cli.adapters_file import AdapterEntry, WrongFile, read
-from loraplex.cli.apply_changes import Registered, aliases, fields, own_aliases, targets
+from loraplex.cli.apply_changes import Registered, aliases, fields, meaning, own_aliases, targets
 from loraplex.cli.calls import is_foreign, run
+from loraplex.cli.names import parent, written
 from loraplex.cli.options import DEFAULT_REGISTRY, Json, RegistryAddress, parsed
-from loraplex.cli.output import print_json, print_table
+from loraplex.cli.output import print_json, print_table, short_digest
 from loraplex.client import Client
 from loraplex.registry.v1 import registry_pb2, resources_pb2
 from shared.errors import AdapterNotFound, LoraplexError
-from shared.references import LATEST, Reference, adapter_name, alias_name, namespace_name, parse_version_name
+from shared.references import LATEST, Reference, parse_version_name
 
 ON_DEMAND = resources_pb2.Adapter.RESIDENCY_ON_DEMAND
 
@@ -81,7 +82,7 @@ def apply(
     if json:
         print_json([row._asdict() for row in rows])
     else:
-        cells = ((row.adapter, row.result, row.version or "-", row.digest or "-", row.detail or "-") for row in rows)
+        cells = ((r.adapter, r.result, r.version or "-", short_digest(r.digest) or "-", r.detail or "-") for r in rows)
         print_table(("ADAPTER", "RESULT", "VERSION", "DIGEST", "DETAIL"), cells, fold="DETAIL")
     if any(row.result in ("failed", "differs") for row in rows):
         raise typer.Exit(1)
@@ -131,14 +132,14 @@ async def _validated(
     digest = response.version.digest
     if response.created:
         return Registered(entry, new, digest, created=True)
-    known = registry_pb2.ResolveAdapterRequest(reference=target._replace(digest=digest).canonical())
+    known = registry_pb2.ResolveAdapterRequest(reference=written(target._replace(digest=digest)))
     resolved = await client.call(client.registry.ResolveAdapter(known))
     return Registered(entry, _number(resolved.version), digest, created=False)
 
 
 def _request(target: Reference, entry: AdapterEntry, own: Sequence[str]) -> registry_pb2.RegisterAdapterRequest:
     return registry_pb2.RegisterAdapterRequest(
-        parent=namespace_name(target.namespace),
+        parent=parent(target.namespace),
         adapter_id=target.adapter,
         base_model=entry.base_model,
         source=resources_pb2.AdapterSource(uri=entry.source, credential_ref=entry.credential),
@@ -201,8 +202,8 @@ async def _finish(doing: _Doing, registered: dict[int, Registered], *, is_whole:
             if targets(adapter).get(alias) != wanted:
                 await doing.set_alias(alias, wanted)
             if targets(doing.before).get(alias) != wanted:
-                for number, _, index in meant:
-                    changes[index].append(f"{alias}→{number if number > 0 else 'new'}")
+                for _, _, index in meant:
+                    changes[index].append(f"{alias}→{meaning(wanted)}")
         for index, each in registered.items():
             if changed := fields(each.entry, adapter):
                 adapter = await doing.update(adapter, changed)
@@ -233,7 +234,7 @@ def _row(registered: Registered, changes: list[str], extra: list[str], dry_run: 
 
 async def _adapter(client: Client, target: Reference) -> resources_pb2.Adapter:
     """The adapter, or one without a name where there is none."""
-    request = registry_pb2.GetAdapterRequest(name=adapter_name(target.namespace, target.adapter))
+    request = registry_pb2.GetAdapterRequest(name=written(target))
     try:
         return await client.call(client.registry.GetAdapter(request))
     except AdapterNotFound:
@@ -242,12 +243,12 @@ async def _adapter(client: Client, target: Reference) -> resources_pb2.Adapter:
 
 async def _set_alias(client: Client, target: Reference, alias: str, wanted: dict[int, float]) -> None:
     request = registry_pb2.SetAdapterAliasRequest(
-        name=alias_name(target.namespace, target.adapter, alias),
+        name=written(target._replace(alias=alias)),
         targets=[resources_pb2.AliasTarget(version=number, weight=weight) for number, weight in wanted.items()],
     )
     await client.call(client.registry.SetAdapterAlias(request))
 
 
 async def _delete_alias(client: Client, target: Reference, alias: str) -> None:
-    name = alias_name(target.namespace, target.adapter, alias)
+    name = written(target._replace(alias=alias))
     await client.call(client.registry.DeleteAdapterAlias(registry_pb2.DeleteAdapterAliasRequest(name=name)))

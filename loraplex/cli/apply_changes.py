@@ -47,6 +47,14 @@ def targets(adapter: resources_pb2.Adapter) -> dict[str, dict[int, float]]:
     return {a.name.rpartition("/")[2]: {t.version: t.weight for t in a.targets} for a in adapter.aliases}
 
 
+def meaning(wanted: dict[int, float]) -> str:
+    """What an alias means, from weights by version: the version, or all as VERSION:WEIGHT."""
+    names = {number: str(number) if number > 0 else "new" for number in wanted}
+    if len(wanted) == 1:
+        return next(iter(names.values()))
+    return "+".join(f"{names[number]}:{weight:g}" for number, weight in wanted.items())
+
+
 def fields(entry: AdapterEntry, adapter: resources_pb2.Adapter) -> dict[str, Any]:
     """Fields of the adapter that are other than the entry says, and what it says."""
     wanted = {

@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from loraplex.cli.calls import run
+from loraplex.cli.names import qualified
 from loraplex.cli.options import DEFAULT_SERVER, AdapterOptions, Json, ServerAddress
 from loraplex.cli.output import print_json, print_table
 from loraplex.client import Client
@@ -37,12 +38,14 @@ def bench(
     streams: Annotated[int, typer.Option(min=1, max=1024, help="Requests at a time.")] = 8,
     requests: Annotated[int, typer.Option(min=1, max=100_000, help="Requests in all.")] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Tokens of each prompt.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Tokens of each answer.")] = 64,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Tokens of each answer, at most what the context leaves.")
+    ] = 64,
     json: Json = False,
     server: ServerAddress = DEFAULT_SERVER,
 ) -> None:
     """Send requests and print tokens per second and latencies."""
-    load = Load(adapter or [""], streams, requests, prompt_tokens, max_tokens)
+    load = Load([qualified(name) for name in adapter] or [""], streams, requests, prompt_tokens, max_tokens)
     started = time.perf_counter()
     measured = run(lambda client: _measure(client, load), server=server)
     seconds = time.perf_counter() - started
@@ -55,28 +58,37 @@ def bench(
 async def _measure(client: Client, load: Load) -> list[Measured]:
     info = await client.call(client.inference.GetModelInfo(inference_pb2.GetModelInfoRequest()))
     turn = asyncio.Semaphore(load.streams)
-    started = time.perf_counter()
-    num_done = 0
+    progress = Progress(load.requests)
 
     async def one(number: int) -> Measured:
-        nonlocal num_done
         async with turn:
             # Every prompt differs from its first token on, so that none is in the prefix cache.
             start = number * 7919
             prompt = [(start + position * 104_729) % info.vocab_size for position in range(load.prompt_tokens)]
             measured = await _request(client, load.adapters[number % len(load.adapters)], prompt, load.max_tokens)
-        num_done += 1
-        _print_progress(num_done, load.requests, time.perf_counter() - started)
+        progress.advance()
         return measured
 
-    _print_progress(0, load.requests, 0.0)
     return await asyncio.gather(*(one(number) for number in range(load.requests)))
 
 
-def _print_progress(num_done: int, total: int, seconds: float) -> None:
-    """About ten lines in all, on a terminal and in a log."""
-    if num_done % max(1, total // 10) == 0 or num_done == total:
-        typer.echo(f"{num_done} of {total} requests, {seconds:.1f} s", err=True)
+class Progress:
+    """About ten lines in all, on a terminal and in a log; one for requests that finish together."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._num_done = total, 0
+        self._started = time.perf_counter()
+        self._shown = (0, "0.0 s")
+
+    def advance(self) -> None:
+        """One more request is done."""
+        self._num_done += 1
+        num_shown, when_shown = self._shown
+        when = f"{time.perf_counter() - self._started:.1f} s"
+        is_step = self._num_done - num_shown >= max(1, self._total // 10) and when != when_shown
+        if is_step or self._num_done == self._total:
+            typer.echo(f"{self._num_done} of {self._total} requests, {when}", err=True)
+            self._shown = self._num_done, when
 
 
 async def _request(client: Client, adapter: str, prompt: list[int], max_tokens: int) -> Measured:

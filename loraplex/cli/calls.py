@@ -43,6 +43,8 @@ def run(
             except LoraplexError as error:
                 if is_foreign(error):
                     error.message = await _explanation(error, registry, server, timeout)
+                    error.retry_after = None  # the explanation says what to do
+                    error.retry_after = None  # what no service has said
                 raise
 
     return asyncio.run(session())
@@ -81,4 +83,7 @@ async def _explanation(error: LoraplexError, registry: str | None, server: str |
             return f"the {kind} service at {address} is not ready: NOT_SERVING (try: loraplex status)"
         case "SERVING":
             return f"the connection to the {kind} service at {address} broke: {error.message}"
-    return f"no {kind} service answers at {address} (is it running and SERVING? try: loraplex status)"
+    if error.code == "UNAVAILABLE" and error.retry_after is None:
+        return f"no TLS with the {kind} service at {address}: {error.message}"
+    tls = "" if identity().is_secure else " or it speaks TLS: --ca;"
+    return f"no {kind} service answers at {address} (is it running and SERVING?{tls} try: loraplex status)"

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from loraplex.cli.calls import run
+from loraplex.cli.names import qualified
 from loraplex.cli.options import (
     DEFAULT_SERVER,
     MAX_INT32,
@@ -27,7 +28,8 @@ def generate(
         list[str], typer.Option(help="REFERENCE=WEIGHT of an adapter in a blend, instead of --adapter; repeatable.")
     ] = [],  # noqa: B006
     max_tokens: Annotated[
-        int | None, typer.Option(min=0, max=MAX_INT32, help="Tokens at most; to the end of the context if unset.")
+        int | None,
+        typer.Option(min=0, max=MAX_INT32, help="Tokens, at most what the context leaves; all of that if unset."),
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Only the likeliest tokens of this joint probability.")] = None,
@@ -54,7 +56,7 @@ def generate(
         stops["max_tokens"] = max_tokens
     arguments: dict[str, Any] = {
         "prompt": _messages(prompt, system) if chat else prompt,
-        "adapter": adapter,
+        "adapter": qualified(adapter),
         "timeout": timeout,
         "stop": stops,
         "request": {"blend": [_blend_part(part) for part in blend]},
@@ -67,7 +69,7 @@ def generate(
 def _blend_part(text: str) -> dict[str, Any]:
     reference, _, weight = text.rpartition("=")
     try:
-        return {"reference": reference, "weight": float(weight)}
+        return {"reference": qualified(reference), "weight": float(weight)}
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not REFERENCE=WEIGHT", param_hint="--blend") from None
 

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from shared.auth import DEFAULT_NAMESPACE
 from shared.channel import NOBODY, ClientIdentity
 from shared.errors import InvalidArgument
 from shared.references import check_id
@@ -29,7 +28,7 @@ Key = Annotated[str, typer.Option("--key", envvar="LORAPLEX_KEY", help="PEM file
 
 def _is_namespace(text: str) -> str:
     try:
-        return check_id(text, "namespace")
+        return check_id(text, "namespace") if text else ""
     except InvalidArgument as error:
         raise typer.BadParameter(error.violations[0].description) from None
 
@@ -40,12 +39,13 @@ OwnNamespace = Annotated[
         "--namespace",
         envvar="LORAPLEX_NAMESPACE",
         callback=_is_namespace,
+        show_default="your own",
         help="What names without a namespace mean.",
     ),
 ]
 
 _identity = ContextVar("identity", default=NOBODY)
-_namespace = ContextVar("namespace", default=DEFAULT_NAMESPACE)
+_namespace = ContextVar("namespace", default="")
 
 
 def identity() -> ClientIdentity:
@@ -54,7 +54,7 @@ def identity() -> ClientIdentity:
 
 
 def own_namespace() -> str:
-    """What names without a namespace mean to the running command."""
+    """What names without a namespace mean to the running command; empty for the namespace that is the caller's own."""
     return _namespace.get()
 
 

@@ -25,7 +25,6 @@ from loraplex.cli import (
     status,
 )
 from loraplex.cli.identity import Ca, Cert, Key, OwnNamespace, Token, TokenFile, set_identity
-from shared.auth import DEFAULT_NAMESPACE
 from shared.channel import ClientIdentity
 from shared.errors import LoraplexError
 
@@ -69,7 +68,7 @@ def _root(
     ca: Ca = "",
     cert: Cert = "",
     key: Key = "",
-    namespace: OwnNamespace = DEFAULT_NAMESPACE,
+    namespace: OwnNamespace = "",
 ) -> None:
     set_identity(ClientIdentity(token, token_file, ca, cert, key), namespace)
     _print_help_if_alone(context)

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from loraplex.cli.identity import own_namespace
+from loraplex.cli.names import read
 from loraplex.client import check_address
 from shared.digest import check_digest
 from shared.errors import InvalidArgument
-from shared.references import Reference, parse_reference
+from shared.references import Reference
 
 MAX_INT32 = (1 << 31) - 1
 MAX_INT64 = (1 << 63) - 1
@@ -74,6 +74,8 @@ ServerAddresses = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 FilterOption = Annotated[str, typer.Option(help="Such as 'labels.team = x AND state = READY' (AIP-160).")]
 OrderOption = Annotated[str, typer.Option(help="Such as 'create_time desc, name'.")]
+VersionFilterOption = Annotated[str, typer.Option(help="Such as 'rank > 8 AND source:store' (AIP-160).")]
+VersionOrderOption = Annotated[str, typer.Option(help="Such as 'size_bytes desc, version'.")]
 AdapterArgument = Annotated[str, typer.Argument(metavar="ADAPTER", help="[NAMESPACE/]ADAPTER")]
 ReferenceArgument = Annotated[str, typer.Argument(help=_SYNTAX, callback=_reference)]
 LoadedArgument = Annotated[
@@ -93,7 +95,7 @@ def parsed(text: str, hint: str | None = None) -> Reference:
         typer.BadParameter: it is none.
     """
     try:
-        return parse_reference(text, own_namespace())
+        return read(text)
     except InvalidArgument as error:
         raise typer.BadParameter(error.violations[0].description, param_hint=hint) from None
 

@@ -13,7 +13,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
+from loraplex.cli.identity import own_namespace
 from loraplex.registry.v1 import resources_pb2
+from shared.auth import DEFAULT_NAMESPACE
 from shared.errors import InvalidArgument
 from shared.references import parse_version_name
 
@@ -112,7 +114,7 @@ def _total(shown: Sequence[int], widths: Sequence[int]) -> int:
 
 
 def short_version(name: str) -> str:
-    """`ADAPTER@N` for the resource name of a version, with `NS/` before it in another namespace than `default`."""
+    """`ADAPTER@N` for the resource name of a version, with `NS/` before it where that is needed."""
     try:
         namespace, adapter, version = parse_version_name(name, "name")
     except InvalidArgument:
@@ -121,8 +123,12 @@ def short_version(name: str) -> str:
 
 
 def short_adapter(name: str) -> str:
-    """`ADAPTER` for the resource name of an adapter, with `NS/` before it in another namespace than `default`."""
-    return name.removeprefix("namespaces/").replace("/adapters/", "/").removeprefix("default/")
+    """`ADAPTER` for the resource name of an adapter, with `NS/` before it where that is needed."""
+    return (
+        name.removeprefix("namespaces/")
+        .replace("/adapters/", "/")
+        .removeprefix(f"{own_namespace() or DEFAULT_NAMESPACE}/")
+    )
 
 
 def alias_targets(alias: resources_pb2.AdapterAlias) -> str:

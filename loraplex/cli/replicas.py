@@ -29,14 +29,14 @@ def replicas(
     if json:
         return print_json(found)
     return print_table(
-        ("REPLICA", "BASE MODEL", "REVISION", "GPU", "HOST", "PINNED", "FAILED", "LEASE UNTIL"), map(_row, found)
+        ("REPLICA", "BASE MODEL", "REVISION", "GPU", "HOST", "PINNED", "NOT READY", "LEASE UNTIL"), map(_row, found)
     )
 
 
 def _row(replica: registry_pb2.Replica) -> tuple[object, ...]:
     levels = Counter(_LEVEL.Name(state.level).removeprefix("LEVEL_") for state in replica.resident)
     reasons = Counter(state.reason for state in replica.resident if state.level == _LEVEL.LEVEL_FAILED)
-    failed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+    not_ready = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
     return (
         replica.name,
         replica.base_model.removeprefix("baseModels/"),
@@ -44,6 +44,6 @@ def _row(replica: registry_pb2.Replica) -> tuple[object, ...]:
         levels["GPU"],
         levels["HOST"],
         sum(state.pinned for state in replica.resident),
-        failed or "-",
+        not_ready or "-",
         moment(replica.lease_expire_time),
     )

@@ -14,7 +14,8 @@ from loraplex.cli.calls import health
 from loraplex.cli.identity import identity
 from loraplex.cli.options import DEFAULT_REGISTRY, DEFAULT_SERVER, Json, RegistryAddress, ServerAddresses
 from loraplex.cli.output import as_dict, print_json, print_table
-from loraplex.cli.status_view import Replica, Section, Snapshot, on_screen, sections
+from loraplex.cli.status_screen import on_screen
+from loraplex.cli.status_view import Replica, Section, Snapshot, sections
 from loraplex.client import INFERENCE_SERVICE, REGISTRY_SERVICE, Client
 from loraplex.inference.v1 import control_pb2, inference_pb2
 from shared.errors import LoraplexError
@@ -62,7 +63,7 @@ async def _show_live(registry: str, servers: Sequence[str]) -> None:
         async with _clients(servers) as clients:
             while True:
                 snapshot = await _look(registry, clients)
-                live.update(on_screen(sections(snapshot), console.height), refresh=True)
+                live.update(on_screen(sections(snapshot), console.width, console.height), refresh=True)
                 await asyncio.sleep(REFRESH_SECONDS)
 
 

@@ -1,18 +1,14 @@
 """How `loraplex status` shows what it has found: sections of text, the same on paper and on a screen."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
-
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from loraplex.cli.output import megabytes, short_digest, short_version
 from loraplex.inference.v1 import control_pb2, inference_pb2
 
 BAR_CELLS = 20
 _TIERS = ("gpu", "host", "disk", "source")
-_PHASES = ("resolve", "fetch", "pack", "acquire", "place", "copy", "total")
+_PHASES = ("resolve", "fetch", "pack", "prepare", "acquire", "place", "copy", "total")
 _LEVELS = {level: name.removeprefix("LEVEL_") for name, level in control_pb2.LoadedAdapter.Level.items()}
 _LOAD_PHASES = {phase: name.removeprefix("PHASE_") for name, phase in control_pb2.LoadInFlight.Phase.items()}
 
@@ -41,11 +37,12 @@ class Snapshot(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A table under a line of text; either may be missing."""
+    """A table under a line of text; either may be missing. `spare`: columns for which a narrow terminal has no room."""
 
     title: str
     columns: tuple[str, ...] = ()
     rows: tuple[tuple[object, ...], ...] = ()
+    spare: tuple[int, ...] = ()
 
 
 def sections(snapshot: Snapshot) -> list[Section]:
@@ -59,36 +56,6 @@ def sections(snapshot: Snapshot) -> list[Section]:
     return found
 
 
-def on_screen(parts: Sequence[Section], height: int) -> RenderableType:
-    """The sections on at most `height` lines; of what does not fit it says how much there is."""
-    shown: list[RenderableType] = []
-    left = height - 1  # the last line says what is missing
-    for index, part in enumerate(parts):
-        head = [Text("")] * bool(index) + [Text(line, style="bold") for line in part.title.splitlines()]
-        left -= len(head) + bool(part.rows)
-        if left < bool(part.rows):
-            shown.append(Text("… the terminal is too low for the rest", style="dim"))
-            break
-        shown += head
-        if part.rows:
-            rows = part.rows[:left]
-            shown.append(_table(part.columns, rows))
-            left -= len(rows)
-            if len(rows) < len(part.rows):
-                shown.append(Text(f"… and {len(part.rows) - len(rows)} more", style="dim"))
-                break
-    return Group(*shown)
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))  # Text: names may hold [brackets]
-    return table
-
-
 def _replica(replica: Replica, model: inference_pb2.GetModelInfoResponse, *, with_address: bool) -> Iterator[Section]:
     name = model.base_model.removeprefix("baseModels/")
     where = f"{replica.address}: " if with_address else ""
@@ -100,6 +67,8 @@ def _replica(replica: Replica, model: inference_pb2.GetModelInfoResponse, *, wit
     rows = sorted(replica.adapters, key=lambda a: (-a.level, -a.active_requests))
     columns = ("ADAPTER", "LEVEL", "RANK", "SIZE", "PINNED", "ACTIVE")
     yield Section("", columns, tuple(_adapter(adapter) for adapter in rows)) if rows else Section("no adapters")
+    if status is not None:
+        yield from _phases(status)
 
 
 def _sums(status: control_pb2.GetReplicaStatusResponse) -> Iterator[Section]:
@@ -112,13 +81,18 @@ def _sums(status: control_pb2.GetReplicaStatusResponse) -> Iterator[Section]:
         for name, usage, held in (("HOST", adapters.host, "in use"), ("DISK", adapters.disk, "")):
             tiers.append((name, *_tier(usage, held), adapters.evictions.get(name.lower(), 0) or "", ""))
     if tiers:
-        yield Section("", ("TIER", "ADAPTERS", "BYTES", "BUDGET", "", "HELD", "EVICTED", ""), tuple(tiers))
-    if status.HasField("engine"):
-        yield Section("\n".join([*_engine_lines(engine), *_memory_line(status.memory)]))
+        columns = ("TIER", "ADAPTERS", "BYTES", "BUDGET", "", "USED", "HELD", "EVICTED", "")
+        yield Section("", columns, tuple(tiers), spare=tuple(map(columns.index, ("", "EVICTED", "HELD", "BUDGET"))))
+    lines = [*_engine_lines(engine), *_memory_line(status.memory)] if status.HasField("engine") else []
     if status.HasField("adapters"):
         fetched = megabytes(adapters.fetched_bytes)
-        yield Section(f"registry: seen up to revision {adapters.registry_revision}; {fetched} of adapters fetched")
-    phases = {**adapters.load_seconds, **engine.load_seconds}
+        lines.append(f"registry: seen up to revision {adapters.registry_revision}; {fetched} of adapters fetched")
+    if lines:
+        yield Section("\n".join(lines))
+
+
+def _phases(status: control_pb2.GetReplicaStatusResponse) -> Iterator[Section]:
+    phases = {**status.adapters.load_seconds, **status.engine.load_seconds}
     rows = [
         (phase, phases[phase].count, _time(phases[phase].median_seconds), _time(phases[phase].p99_seconds))
         for phase in _PHASES
@@ -131,8 +105,8 @@ def _sums(status: control_pb2.GetReplicaStatusResponse) -> Iterator[Section]:
 def _engine_lines(engine: control_pb2.EngineStatus) -> Iterator[str]:
     waiting = f"{engine.waiting_sequences} waiting"
     if engine.waiting_for_adapter:
-        waiting += f" ({engine.waiting_for_adapter} for an adapter, the longest {_time(engine.longest_wait_seconds)})"
-    yield f"sequences: {engine.running_sequences} running, {waiting}, {engine.preemptions} preempted so far"
+        waiting += f" ({engine.waiting_for_adapter} for an adapter, up to {_time(engine.longest_wait_seconds)})"
+    yield f"sequences: {engine.running_sequences} running, {waiting}, {engine.preemptions} preempted"
     cached = _share(engine.prefix_tokens_hit, engine.prefix_tokens_queried)
     yield (
         f"KV cache: {engine.kv_blocks_used}/{engine.kv_blocks_total} blocks of {engine.kv_block_size} tokens, "
@@ -142,7 +116,7 @@ def _engine_lines(engine: control_pb2.EngineStatus) -> Iterator[str]:
     total = sum(engine.hits.values())
     if total:
         shares = ", ".join(f"{tier} {_share(engine.hits[tier], total)}" for tier in _TIERS if tier in engine.hits)
-        yield f"requests by where their adapter was: {shares}; needless reloads: {engine.needless_reloads}"
+        yield f"requests by adapter tier: {shares}; {engine.needless_reloads} needless reloads"
 
 
 def _memory_line(memory: control_pb2.MemoryBudget) -> Iterator[str]:
@@ -159,12 +133,14 @@ def _under_way(status: control_pb2.GetReplicaStatusResponse) -> Iterator[Section
                 _name(load.adapter_version, load.digest),
                 _LOAD_PHASES[load.phase],
                 bar(load.progress) if load.bytes_total else "",
+                f"{load.progress:.0%}" if load.bytes_total else "",
                 f"{megabytes(load.bytes_done)} of {megabytes(load.bytes_total)}" if load.bytes_total else "",
                 _time(load.elapsed_seconds),
             )
             for load in status.loads_in_flight
         ]
-        yield Section("", ("LOADING", "PHASE", "PROGRESS", "BYTES", "SINCE"), tuple(loads))
+        columns = ("LOADING", "PHASE", "", "DONE", "BYTES", "SINCE")
+        yield Section("", columns, tuple(loads), spare=(columns.index(""),))
     if status.waiting_adapters:
         waiting = [(_name(a.adapter_version, a.digest), a.waiting_requests) for a in status.waiting_adapters]
         yield Section("", ("WAITED FOR", "REQUESTS"), tuple(waiting))
@@ -189,13 +165,20 @@ def _adapter(adapter: control_pb2.LoadedAdapter) -> tuple[object, ...]:
 def _tier(usage: control_pb2.TierUsage, held: str) -> tuple[object, ...]:
     share = usage.used_bytes / usage.budget_bytes if usage.budget_bytes else 0.0
     holds = f"{megabytes(usage.held_bytes)} {held}" if usage.held_bytes else ""
-    return usage.num_adapters, megabytes(usage.used_bytes), megabytes(usage.budget_bytes), bar(share), holds
+    return (
+        usage.num_adapters,
+        megabytes(usage.used_bytes),
+        megabytes(usage.budget_bytes),
+        bar(share),
+        f"{share:.0%}",
+        holds,
+    )
 
 
 def bar(share: float) -> str:
-    """A share from 0 to 1 as a bar and a number."""
+    """A share from 0 to 1 as a bar."""
     filled = round(BAR_CELLS * min(max(share, 0.0), 1.0))
-    return f"{'█' * filled}{'░' * (BAR_CELLS - filled)} {share:4.0%}"
+    return "█" * filled + "░" * (BAR_CELLS - filled)
 
 
 def _name(version: str, digest: str) -> str:

@@ -37,11 +37,14 @@ def upgrade(url: str, revision: str = "head") -> None:
     transaction. Blocks.
 
     Raises:
-        InvalidArgument: there is no SQLite database at that path, and none can be made.
+        InvalidArgument: there is no SQLite database at that path, and none can be made. Its folder is made if need be,
+            but no more than that one: a path that is mistyped shall not become an empty registry.
         SchemaOutdated: a newer version of the registry has written it.
         RegistryUnavailable: no database answers.
     """
-    if not is_sqlite(url):
+    if is_sqlite(url):
+        _make_folder(Path(url.removeprefix("sqlite:///")).parent)
+    else:
         with _engine(url) as engine:
             build_indexes(engine, _script(), revision)
     with _alembic, _connection(url) as connection:
@@ -93,8 +96,10 @@ def new_epoch(url: str) -> str:
     Returns the epoch. Blocks.
 
     Raises:
+        InvalidArgument: there is no SQLite database at that path.
         RegistryUnavailable: no database answers.
     """
+    require_database(url)
     epoch = str(uuid.uuid4())
     with _connection(url) as connection:
         connection.execute(text("UPDATE registry_state SET epoch = :epoch"), {"epoch": epoch})
@@ -113,8 +118,6 @@ def _connection(url: str) -> Iterator[Connection]:
 @contextmanager
 def _engine(url: str) -> Iterator[Engine]:
     """Connections for a migration; what goes wrong with them is said as `upgrade` says."""
-    if is_sqlite(url):
-        _make_folder(Path(url.removeprefix("sqlite:///")).parent)
     engine = create_engine(driver_url(url, is_async=False), execution_options={"is_write": True})
     if is_sqlite(url):
         configure_sqlite(engine)
@@ -133,9 +136,19 @@ def _engine(url: str) -> Iterator[Engine]:
         engine.dispose()
 
 
+def require_database(url: str) -> None:
+    """For what only reads or changes a database: SQLite would make an empty one.
+
+    Raises:
+        InvalidArgument: there is no SQLite database at that path.
+    """
+    if is_sqlite(url) and not Path(url.removeprefix("sqlite:///")).exists():
+        raise InvalidArgument.of("database", f"there is none at {url}")
+
+
 def _make_folder(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
     except OSError as error:
         raise InvalidArgument.of("database", f"its folder {folder} cannot be made: {error.strerror}") from None
 

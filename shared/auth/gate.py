@@ -15,6 +15,7 @@ from shared.auth.authenticator import Authenticator
 from shared.auth.caller import Caller
 from shared.auth.rules import RULES, Rule
 from shared.auth.tenant_calls import TenantCalls
+from shared.call_ends import cut_off_reason
 from shared.errors import LoraplexError, PermissionDenied
 
 RECHECK_SECONDS = 5.0
@@ -116,7 +117,7 @@ async def _audited(behaviour: Any, request: Any, call: AuthorizedCall, rule: Rul
         outcome = error.reason
         raise
     except asyncio.CancelledError:
-        outcome = "CANCELLED"
+        outcome = cut_off_reason(call)
         raise
     finally:
         if call.is_change and not getattr(request, "validate_only", False):

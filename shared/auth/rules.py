@@ -108,16 +108,22 @@ class _Everywhere(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """`roles`: any one lets in. `is_change`: goes to the audit log. `is_endless`: a stream that ends with the right."""
+    """`roles`: any one lets in. `is_change`: goes to the audit log. `is_endless`: a stream that ends with the right.
+
+    `is_periodic`: replicas call it by themselves, again and again; it is traced only where its caller traces.
+    """
 
     roles: frozenset[Role]
     scope: Scope
     is_change: bool = False
     is_endless: bool = False
+    is_periodic: bool = False
 
 
-def _rule(*roles: Role, scope: Scope, is_change: bool = False, is_endless: bool = False) -> Rule:
-    return Rule(frozenset(roles), scope, is_change, is_endless)
+def _rule(
+    *roles: Role, scope: Scope, is_change: bool = False, is_endless: bool = False, is_periodic: bool = False
+) -> Rule:
+    return Rule(frozenset(roles), scope, is_change, is_endless, is_periodic)
 
 
 def _value(request: Any, field: str) -> Any:
@@ -147,10 +153,10 @@ RULES: dict[str, Rule] = {
     _REGISTRY + "DeleteAdapterVersion": _rule("writer", scope=Named("name"), is_change=True),
     _REGISTRY + "SetAdapterAlias":      _rule("writer", scope=Named("name"), is_change=True),
     _REGISTRY + "DeleteAdapterAlias":   _rule("writer", scope=Named("name"), is_change=True),
-    _REGISTRY + "RegisterBaseModel":    _rule("replica", "admin", scope=_Everywhere("id"), is_change=True),
+    _REGISTRY + "RegisterBaseModel":    _rule("replica", "admin", scope=_Everywhere("id"), is_change=True, is_periodic=True),  # noqa: E501 - a row of the table
     _REGISTRY + "GetBaseModel":         _rule("reader", "replica", scope=_ANYWHERE),
     _REGISTRY + "ListBaseModels":       _rule("reader", "replica", scope=_ANYWHERE),
-    _REGISTRY + "ReportReplicaState":   _rule("replica", scope=_Everywhere("replica")),
+    _REGISTRY + "ReportReplicaState":   _rule("replica", scope=_Everywhere("replica"), is_periodic=True),
     _REGISTRY + "ListReplicas":         _rule("operator", "replica", scope=_Everywhere()),
     _INFERENCE + "Generate":            _rule("reader", scope=NamedOrBlend("adapter", is_optional=True)),
     _INFERENCE + "GetModelInfo":        _rule("reader", scope=_ANYWHERE),

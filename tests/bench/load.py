@@ -43,7 +43,7 @@ def row(share: float, seconds: float, seen: Sequence[Seen]) -> dict[str, Any]:
     between = sorted(
         1e3 * (last(each) - each.arrivals[0]) / (each.ask.output - 1) for each in answered if each.ask.output > 1
     )
-    begin = min(each.ask.at for each in seen)
+    begin = min((each.ask.at for each in seen), default=0.0)
     tokens = sum(at < begin + seconds for each in seen for at in each.arrivals)
     open_seconds = sum(min(last(each), begin + seconds) - each.sent for each in answered)
     return {

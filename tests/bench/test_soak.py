@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.bench.soak import Outcome, fit
+from tests.bench.soak import LEAST_MINUTES, Outcome, Sample, fit, sample_pause
 from tests.bench.streams import Ask, Seen
 
 MINUTE, MIB = 60.0, float(1 << 20)
@@ -53,4 +53,13 @@ def request(error: str = "", tokens: int = 2) -> Seen:
     ],
 )
 def test_what_fails_a_soak(seen: list[Seen], found: list[str]) -> None:
-    assert Outcome(60.0, 1.0, {}, seen).failures(bound=0.0) == found
+    assert Outcome(600.0, 1.0, {}, seen).failures(bound=0.0) == found
+
+
+@pytest.mark.parametrize(("seconds", "found"), [(60 * LEAST_MINUTES, []), (900.0, ["engine grows"])])
+def test_a_short_run_has_samples_for_every_part_and_proves_nothing(seconds: float, found: list[str]) -> None:
+    times = [number * sample_pause(seconds) for number in range(int(seconds / sample_pause(seconds)))]
+    samples = {"engine": [Sample(at, int(300 * MIB + at * MIB), 9) for at in times]}
+    outcome = Outcome(seconds, 1.0, samples, [request("QUEUE_FULL", 0)])
+    assert outcome.fits()["engine"].slope / MIB == pytest.approx(3600)
+    assert outcome.failures(bound=32 * MIB) == found

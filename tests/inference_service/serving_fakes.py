@@ -95,6 +95,7 @@ class FakeEngine:
     def __init__(self, script: Script | None = None) -> None:
         self.script = script or saying("hello")
         self.specs: list[GenerateSpec] = []
+        self.prepare_seconds: list[float] = []  # of loads
         self.aborted: list[tuple[str, int | None]] = []
         self.num_open = 0
         self.closed = asyncio.Event()
@@ -148,8 +149,9 @@ class FakeEngine:
     def abort(self, request_id: str, index: int | None = None) -> None:
         self.aborted.append((request_id, index))
 
-    async def load_adapter(self, digest: str, *, pinned: bool, wait: bool) -> None:
+    async def load_adapter(self, digest: str, *, pinned: bool, wait: bool, prepare_seconds: float = 0.0) -> None:
         self.calls.append(("load", digest, pinned, wait))
+        self.prepare_seconds.append(prepare_seconds)
         if wait:
             self.resident.append(ResidentAdapter(digest, 4096, 8, pinned, 2))
 

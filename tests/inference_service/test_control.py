@@ -85,6 +85,7 @@ async def test_load_waits_for_the_gpu_or_says_where_it_is() -> None:
             call = stub.LoadAdapter(control.LoadAdapterRequest(reference=reference))
             assert isinstance(await failure(call), kind)
     assert engine.calls == [("load", DIGEST, False, False), ("load", DIGEST, True, True)]
+    assert all(seconds > 0 for seconds in engine.prepare_seconds)
 
 
 @pytest.mark.parametrize("name", ["pirate", "pirate@2", f"pirate@{DIGEST}", VERSION, DIGEST])
@@ -114,7 +115,7 @@ async def test_unload_counts_each_tier_by_itself(on_device: int, in_host: int, f
     async with serving(engine, adapters) as (_, channel):
         stub = AdapterControlServiceStub(channel)
         answer = await stub.UnloadAdapter(control.UnloadAdapterRequest(adapter="pirate"))
-    assert answer.freed_bytes == freed
+    assert (answer.freed_bytes, answer.device_bytes, answer.host_bytes) == (freed, on_device, in_host)
     assert [a.digest for a in engine.resident] == [digest(1)]
     assert adapters.prepared == []
 

@@ -117,6 +117,7 @@ async def test_adapter_is_resolved_and_named() -> None:
         await generate(channel, request(adapter="default/pirate", request_id="r"))
     assert responses[0].started.adapter_version == "namespaces/default/adapters/pirate/versions/2"
     assert responses[0].started.adapter_digest == engine.specs[0].adapter_digest == DIGEST
+    assert all(spec.prepare_seconds > 0 for spec in engine.specs)
     assert adapters.prepared == [("default/pirate@prod", "s"), ("default/pirate", "r")]
 
 

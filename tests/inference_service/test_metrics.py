@@ -1,6 +1,7 @@
 """What a scrape says, over HTTP and as Prometheus reads it: of a snapshot, and of a running replica."""
 
 import asyncio
+import http.client
 import json
 import re
 import time
@@ -110,6 +111,17 @@ def test_what_a_gateway_reads(port: int) -> None:
     assert scrape.one("vllm:max_gpu_lora_adapters").value == 4
     loaded = {tuple(sample.labels.values()) for sample in scrape.samples["vllm:lora_adapter_loaded"]}
     assert loaded == {("pirate", "gpu", "true"), ("pirate@2", "gpu", "true"), ("acme/poet", "cpu", "false")}
+
+
+def test_head_is_get_without_a_body(port: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    lengths = {}
+    for method in ("HEAD", "GET"):
+        connection.request(method, "/metrics")
+        answer = connection.getresponse()
+        lengths[method] = int(answer.headers["Content-Length"]), len(answer.read())
+    connection.close()
+    assert lengths["HEAD"] == (lengths["GET"][0], 0)
 
 
 def test_histograms_are_cumulative(port: int) -> None:

@@ -1,9 +1,11 @@
 """What logs and traces tell of a request, however it ends, and that prompts are in neither unless asked for."""
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import grpc
 import pytest
@@ -16,12 +18,15 @@ from inference_service.request_stats import RequestMeter
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from shared import spans
+from shared.auth.caller import ANONYMOUS, Caller
+from shared.limits import LimitSettings
 from shared.tracing import start_tracing
 from tests.inference_service.serving_fakes import DIGEST, SERVICE, FakeAdapters, FakeEngine, byte_model, saying
 from tests.shared.otlp_collector import SERVER, Collector, collecting
 
 GENERATE = f"{SERVICE}/Generate"
 SECRET = "the merger is on"
+SMALL_WINDOW = (("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0))  # of 64 KiB
 
 
 class Told:
@@ -48,7 +53,9 @@ def telling(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     caplog.set_level(logging.INFO, "loraplex.requests")
 
     @asynccontextmanager
-    async def run(engine: FakeEngine, *, keeps_text: bool = False) -> AsyncIterator[tuple[Told, InferenceServiceStub]]:
+    async def run(
+        engine: FakeEngine, *, keeps_text: bool = False, slow_client_seconds: float = 60.0
+    ) -> AsyncIterator[tuple[Told, InferenceServiceStub]]:
         with collecting() as collector:
             tracing = start_tracing(collector.endpoint, "loraplex-inference", "api", {})
             assert tracing is not None
@@ -56,9 +63,15 @@ def telling(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
             readers = [add_spans, write_line]
             journal = RequestJournal("tiny", meter, readers, keeps_text=keeps_text, span=tracing.current)
             api = await server.start(
-                "127.0.0.1:0", byte_model(), engine, FakeAdapters(), journal=journal, observers=[tracing]
+                "127.0.0.1:0",
+                byte_model(),
+                engine,
+                FakeAdapters(),
+                journal=journal,
+                observers=[tracing],
+                limits=LimitSettings(slow_client_seconds=slow_client_seconds),
             )
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{api.port}") as channel:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{api.port}", SMALL_WINDOW) as channel:
                 yield Told(collector, meter, caplog), InferenceServiceStub(channel)
             await api.stop(0.0)
             tracing.close()
@@ -77,11 +90,13 @@ async def read(stream) -> list[pb.GenerateResponse]:
 
 async def test_words_are_in_neither_log_nor_trace(telling) -> None:
     async with telling(FakeEngine(saying(SECRET))) as (told, stub):
-        await read(stub.Generate(chat(adapter="pirate", request_id="mine")))
+        timings = (await read(stub.Generate(chat(adapter="pirate", request_id="mine"))))[-1].finished.timings
     assert SECRET not in json.dumps(told.line, default=str)
     assert not any(SECRET in str(span) for span in told.collector.spans())
     assert (told.line["request_id"], told.line["adapter_digest"], told.line["outcome"]) == ("mine", DIGEST, "stop")
-    assert (told.line["queue_seconds"], told.line["adapter_seconds"]) == (0.25, 0.5)
+    seconds = told.line["queue_seconds"], told.line["adapter_seconds"]
+    assert seconds == pytest.approx((timings.queue_seconds, timings.adapter_seconds), abs=1e-6)  # as the caller is told
+    assert seconds == pytest.approx((0.25, 0.5 + told.line["prepare_seconds"]), abs=2e-6)
     assert told.span.attributes["gen_ai.operation.name"] == "chat"
     assert told.span.attributes["gen_ai.usage.output_tokens"] == len(SECRET) + 1
 
@@ -90,13 +105,19 @@ async def test_words_are_in_both_when_asked_for_and_cut_when_they_are_many(telli
     engine = FakeEngine(saying("x" * (MAX_TEXT + 5), size=1000))
     async with telling(engine, keeps_text=True) as (told, stub):
         await read(stub.Generate(chat()))
-    assert told.line["prompt"] == [("user", SECRET)]
+    assert told.line["prompt"] == [{"role": "user", "content": SECRET}]
     (answer,) = told.line["answers"]
     assert answer == "x" * MAX_TEXT
     (asked,) = json.loads(told.span.attributes["gen_ai.input.messages"])
     assert asked == {"role": "user", "parts": [{"type": "text", "content": SECRET}]}
     (said,) = json.loads(told.span.attributes["gen_ai.output.messages"])
     assert said == {"role": "assistant", "parts": [{"type": "text", "content": answer}]}
+
+
+async def test_a_prompt_of_text_is_told_as_text(telling) -> None:
+    async with telling(FakeEngine(saying("Paris")), keeps_text=True) as (told, stub):
+        await read(stub.Generate(pb.GenerateRequest(text=SECRET)))
+    assert (told.line["prompt"], told.line["answers"]) == (SECRET, ["Paris"])
 
 
 async def test_a_refused_request_is_told_with_its_reason(telling) -> None:
@@ -151,3 +172,51 @@ async def test_a_request_whose_caller_leaves_is_told_as_far_as_it_came(telling) 
     assert told.span.attributes["rpc.grpc.status_code"] == 1
     assert told.span.attributes["gen_ai.response.finish_reasons"] == []
     assert {"queue", "prefill", "decode"} <= {span.name for span in told.collector.spans()}
+
+
+async def test_a_client_that_does_not_read_is_told_as_one_that_was_too_slow(telling) -> None:
+    engine = FakeEngine(saying("x" * 200_000, size=100, end="never"))
+    async with telling(engine, slow_client_seconds=0.3) as (told, stub):
+        output = {"token_ids": True, "logprobs": 1}
+        stream = stub.Generate(pb.GenerateRequest(text="Hi", request_id="mine", output=output))
+        async with asyncio.timeout(60):
+            await engine.closed.wait()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read(stream)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (told.line["outcome"], told.line["request_id"], told.line["tenant"]) == (
+        "CLIENT_TOO_SLOW",
+        "mine",
+        "default",
+    )
+    assert told.meter.stats.errors == {"CLIENT_TOO_SLOW": 1}
+    assert (told.span.attributes["error.type"], told.span.attributes["rpc.grpc.status_code"]) == ("CLIENT_TOO_SLOW", 8)
+
+
+@dataclass
+class Context:
+    """Of a call that has `remaining` seconds left."""
+
+    remaining: float | None
+    caller: Caller = ANONYMOUS
+
+    def time_remaining(self) -> float | None:
+        return self.remaining
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+
+@pytest.mark.parametrize("end", [asyncio.CancelledError, GeneratorExit])
+@pytest.mark.parametrize(
+    ("remaining", "outcome"), [(None, "CANCELLED"), (5.0, "CANCELLED"), (0.0, "DEADLINE_UNREACHABLE")]
+)
+def test_what_its_deadline_ends_was_not_left_by_its_client(
+    end: type[BaseException], remaining: float | None, outcome: str
+) -> None:
+    told: list[str] = []
+    journal = RequestJournal("tiny", RequestMeter(), [lambda record: told.append(record.error)])
+    with pytest.raises(end), journal.request(chat(), Context(remaining), 0.0):
+        raise end
+    assert told == [outcome]
+    assert journal.meter.stats.errors == {outcome: 1}

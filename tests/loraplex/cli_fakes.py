@@ -49,7 +49,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grp
 
     async def UnloadAdapter(self, request, context):  # noqa: N802
         self.requests.append(request)
-        return control_pb2.UnloadAdapterResponse(freed_bytes=20_000)
+        return control_pb2.UnloadAdapterResponse(freed_bytes=50_000, device_bytes=30_000, host_bytes=20_000)
 
     async def GetReplicaStatus(self, request, context):  # noqa: N802
         return self.status

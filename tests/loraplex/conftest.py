@@ -8,11 +8,12 @@ from tests.registry_service.conftest import TINY, AdapterFolders
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory):
-    """Both services. The registry knows the base model `tiny` and can read file://main/one and file://main/two."""
+    """Both services. The registry knows the base model `tiny` and can read file://main/one, two and three."""
     folder = tmp_path_factory.mktemp("cli")
     adapters = AdapterFolders(folder / "adapters")
     adapters.write("one", seed=1)
     adapters.write("two", seed=2)
+    adapters.write("three", seed=3)
     (folder / "tiny").mkdir()
     (folder / "tiny" / "config.json").write_text(json.dumps(TINY))
     with serving(folder) as servers:

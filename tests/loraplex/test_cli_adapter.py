@@ -22,6 +22,9 @@ def test_register_twice(register):
     assert re.fullmatch(r"registered: mine@1 rank 2, .* MB, sha256:[0-9a-f]{64}\n|registered: mine@1 .* B, .*\n", first)
     assert register("mine").startswith("already registered: mine@1 ")
     assert register("fresh", "one", "--dry-run").startswith("valid: fresh rank 2")
+    tried = json.loads(register("fresh", "one", "--dry-run", "--json"))
+    assert (tried["validated"], tried["created"]) == (True, False)
+    assert json.loads(register("fresh", "one", "--json"))["created"] is True
 
 
 def test_an_unknown_scheme_is_the_servers_to_refuse(cli):
@@ -58,6 +61,10 @@ def test_versions(cli, register):
         ["lines@1", "READY"],
     ]
     assert re.search(r"  sha256:[0-9a-f]{12}  20\d\d-\d\d-\d\d \d\d:\d\d:\d\dZ  file://main/two$", ran.out, re.M)
+    for example in re.findall("Such as '(.*?)'", " ".join(cli("adapter", "versions", "--help").out.split())):
+        assert (
+            cli("adapter", "versions", "lines", "--order-by" if "desc" in example else "--filter", example).status == 0
+        )
     assert [v["name"][-1] for v in json.loads(cli("adapter", "versions", "lines", "--json").out)] == ["2", "1"]
 
 
@@ -100,8 +107,9 @@ def test_a_terminal_is_asked_before_a_deletion(cli, register, monkeypatch):
 
 def test_no_registry(cli):
     ran = cli("adapter", "list", "--registry", "127.0.0.1:1")
-    line = "UNAVAILABLE: no registry service answers at 127.0.0.1:1 (is it running and SERVING? try: loraplex status)\n"
-    assert ran == (1, "", line)
+    asked = "is it running and SERVING? or it speaks TLS: --ca; try: loraplex status"
+    assert ran == (1, "", f"UNAVAILABLE: no registry service answers at 127.0.0.1:1 ({asked})\n")
+    assert "TLS" not in cli("--ca", "system", "adapter", "list", "--registry", "127.0.0.1:1").err
 
 
 def test_base_models(cli):

@@ -59,13 +59,32 @@ def test_promote_and_rollback(cli, register):
     register("ship", "two", "--alias", "canary")
     assert told(cli("adapter", "promote", "ship@canary", "--alias", "prod")) == "ship@prod → version 2"
     assert told(cli("adapter", "rollback", "ship")) == "ship@prod → version 1"
-    ran = cli("adapter", "rollback", "ship")
-    assert (ran.status, "no version" in ran.err) == (1, True)
+    assert told(cli("adapter", "rollback", "ship")) == "ship@prod → version 2"
     assert told(cli("adapter", "rollback", "ship", "--to", "2")) == "ship@prod → version 2"
     assert json.loads(told(cli("adapter", "promote", "ship@1", "--json")))["aliases"][1]["targets"][0]["version"] == 1
     told(cli("adapter", "alias", "ship@canary", "1:1", "2:1"))
     assert "several versions" in cli("adapter", "promote", "ship@canary").err
     assert "no alias nosuch" in cli("adapter", "rollback", "ship", "--alias", "nosuch").err
+
+
+def test_rollback_is_to_what_the_alias_meant(cli, register):
+    for content in ("one", "two", "three"):
+        register("back", content)
+    told(cli("adapter", "alias", "back@prod", "1"))
+    ran = cli("adapter", "rollback", "back")
+    assert (ran.status, "was never changed" in ran.err) == (1, True)
+    told(cli("adapter", "alias", "back@prod", "3"))
+    assert told(cli("adapter", "rollback", "back")) == "back@prod → version 1"  # 2 never was prod
+    told(cli("adapter", "alias", "back@prod", "2:9", "3:1"))
+    assert told(cli("adapter", "rollback", "back")) == "back@prod → version 1"
+    assert told(cli("adapter", "rollback", "back")) == "back@prod → version 2:9+3:1"
+    told(cli("adapter", "alias", "back@prod", "1"))
+    told(cli("adapter", "delete-version", "back@3"))
+    ran = cli("adapter", "rollback", "back")
+    assert (ran.status, ran.err.startswith("FAILED_PRECONDITION"), "deleted now (3): say --to" in ran.err) == (
+        1, True, True,
+    ), ran  # fmt: skip
+    assert aliases(cli, "back") == {"prod": [1]}
 
 
 def test_delete_version(cli, register):
@@ -115,6 +134,7 @@ def test_replicas(cli, register, report):
     report("gpu-1:50052", version["digest"])
     header, line = told(cli("replicas")).splitlines()
     assert header.split()[:2] == ["REPLICA", "BASE"]
+    assert "NOT READY" in header  # what is still on its way has not failed
     assert line.split()[:8] == ["gpu-1:50052", "tiny", "0", "1", "0", "1", "1", "FETCHING"]
     assert json.loads(told(cli("replicas", "--base-model", "tiny", "--json")))[0]["name"] == "gpu-1:50052"
     assert "1/1" in told(cli("adapter", "list", "--filter", "name = served"))

@@ -22,6 +22,8 @@ def folder(servers, tmp_path_factory):
     adapters.write("broken", seed=13)
     (root / "broken" / "adapter_model.safetensors").write_bytes(b"x")
     (root / "none").mkdir()
+    adapters.write("weights-only", seed=14)
+    (root / "weights-only" / "adapter_config.json").unlink()
     yield root
     shutil.rmtree(root)
 
@@ -32,12 +34,15 @@ def rows(ran):
 
 def test_a_folder(cli, folder):
     command = ("adapter", "import", folder, "--uri", "file://main/many/", "--base-model", "tiny", "--json")
+    halves = {"broken": ("failed", 0), "weights-only": ("failed", 0)}
     ran = cli(*command, "--dry-run")
-    assert ran.status == 1
-    assert rows(ran) == {"broken": ("failed", 0), "first-one": ("valid", 0), "nested-second": ("valid", 0)}
+    assert (ran.status, ran.err) == (1, "")
+    assert rows(ran) == {**halves, "first-one": ("valid", 0), "nested-second": ("valid", 0)}
+    assert {row["adapter"]: "adapter_config.json" in row["detail"] for row in json.loads(ran.out)}["weights-only"]
     ran = cli(*command, "--alias", "prod")
-    assert rows(ran) == {"broken": ("failed", 0), "first-one": ("registered", 1), "nested-second": ("registered", 1)}
-    shutil.rmtree(folder / "broken")
+    assert rows(ran) == {**halves, "first-one": ("registered", 1), "nested-second": ("registered", 1)}
+    for broken in halves:
+        shutil.rmtree(folder / broken)
     ran = cli(*command)
     assert (ran.status, rows(ran)) == (0, {"first-one": ("unchanged", 1), "nested-second": ("unchanged", 1)})
     assert "prod→1" in cli("adapter", "list", "--filter", "name = first-one").out

@@ -24,6 +24,8 @@ def test_a_line_a_change(cli, register):
     lines = cli("adapter", "watch", "--once").out.splitlines()
     (line,) = (line.split() for line in lines if "  watched  " in line)
     assert line[1:] == ["UPSERT", "watched", "tiny", "latest→2,", "prod→1"]
+    cli("adapter", "alias", "watched@prod", "1:9", "2")
+    assert "latest→2, prod→1:9+2:1" in cli("adapter", "watch", "--once").out
     assert cli("adapter", "watch", "--once", "--skip-snapshot").out == ""
     assert cli("adapter", "watch", "--once", "--base-model", "other").out == ""
 

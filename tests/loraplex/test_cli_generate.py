@@ -61,7 +61,8 @@ def test_a_deadline_says_the_timeout_and_keeps_the_text(cli):
 )
 def test_no_inference_service(cli, command):
     ran = cli(*command, "--server", "127.0.0.1:1")
-    line = "UNAVAILABLE: no inference service answers at 127.0.0.1:1 (is it running and SERVING? try: loraplex status)"
+    asked = "is it running and SERVING? or it speaks TLS: --ca; try: loraplex status"
+    line = f"UNAVAILABLE: no inference service answers at 127.0.0.1:1 ({asked})"
     assert (ran.status, ran.out, ran.err.strip()) == (1, "", line)
 
 
@@ -95,9 +96,8 @@ def test_bench_prints_figures_with_units_and_progress(cli, servers):
     assert rows["time"].endswith(" s")
     assert rows["first token p99"].endswith(" ms")
     progress = ran.err.splitlines()
-    assert progress[0].startswith("0 of 20 requests")
     assert progress[-1].startswith("20 of 20 requests")
-    assert len(progress) == 11
+    assert len(set(progress)) == len(progress) <= 10
     assert {r.adapter for r in servers.fake.requests[-20:]} == {"a", "b"}
 
 
@@ -128,5 +128,6 @@ def test_load_and_unload(cli, servers):
     assert servers.fake.requests[-1].wait
     assert cli("adapter", "load", "mine@1", "--pin", "--no-wait").out == "loading: mine@1 0.02 MB, pinned\n"
     digest = "sha256:" + "0" * 64
-    assert cli("adapter", "unload", digest, "--force").out == f"unloaded: {digest}, 0.02 MB freed\n"
+    unloaded = cli("adapter", "unload", digest, "--force").out
+    assert unloaded == f"unloaded: {digest}, freed: 0.03 MB of device, 0.02 MB of host memory\n"
     assert servers.fake.requests[-1].force

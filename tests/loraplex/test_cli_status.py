@@ -15,9 +15,11 @@ import termios
 import time
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from loraplex.cli.status_view import Replica, Snapshot, bar, on_screen, sections
+from loraplex.cli.status_screen import on_screen
+from loraplex.cli.status_view import Replica, Snapshot, bar, sections
 from loraplex.inference.v1 import control_pb2 as pb
 from loraplex.inference.v1 import inference_pb2
 
@@ -88,9 +90,9 @@ def test_status_tells_of_tiers_loads_and_what_waits(cli, servers):
     assert "75%" in gpu
     assert (host[1], host[-1], disk[1]) == ("4", "3", "6")
     lines = ran.out.splitlines()
-    assert "sequences: 32 running, 5 waiting (2 for an adapter, the longest 1.5 s), 3 preempted so far" in lines
+    assert "sequences: 32 running, 5 waiting (2 for an adapter, up to 1.5 s), 3 preempted" in lines
     assert "KV cache: 100/400 blocks of 16 tokens, 25% of prompt tokens found cached" in lines
-    assert "requests by where their adapter was: gpu 90%, host 9%, source 1%; needless reloads: 0" in lines
+    assert "requests by adapter tier: gpu 90%, host 9%, source 1%; 0 needless reloads" in lines
     assert "memory: weights 16.00 GB, kv cache 90.00 GB of 140.00 GB" in lines
     assert "failed so far: 1 ADAPTER_INVALID, 2 SOURCE_UNAVAILABLE" in lines
     assert ["fetch", "2", "1.2", "s", "2.0", "s"] in words
@@ -120,33 +122,54 @@ def test_status_of_several_replicas(cli, servers):
     assert found["replicas"][0]["model"] is None
 
 
-def test_a_screen_shows_what_fits_and_counts_the_rest():
+def screen(num_adapters, width, height):
+    """The lines of a replica that is busy and holds so many adapters on disk, and one on the GPU."""
     adapters = tuple(
         pb.LoadedAdapter(
             adapter_version=f"namespaces/default/adapters/a{i:03}/versions/1", level=pb.LoadedAdapter.LEVEL_DISK
         )
-        for i in range(500)
+        for i in range(num_adapters)
     )
     busy = pb.LoadedAdapter(adapter_version=PIRATE, level=pb.LoadedAdapter.LEVEL_GPU, active_requests=3)
     model = inference_pb2.GetModelInfoResponse(base_model="baseModels/tiny", architecture="[Llama]")
     replica = Replica("here", "SERVING", model, STATUS, (*adapters, busy))
-    for height in (3, 20, 40, 600):
-        console = Console(width=120, height=height, file=io.StringIO())
-        console.print(on_screen(sections(Snapshot("there", "SERVING", (replica,))), height))
-        lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-        assert len(lines) <= height
-        if height >= 40:
-            assert "tiny ([Llama]) on ," in lines
-            shown = [line for line in lines if re.match("a\\d{3}@1", line)]
-            more = re.fullmatch(r"… and (\d+) more", lines[-1])
-            assert len(shown) + (int(more[1]) if more else 0) == 500
-            assert lines.index(next(line for line in lines if line.startswith("pirate@3  GPU"))) < lines.index(shown[0])
+    console = Console(width=width, height=height, file=io.StringIO())
+    console.print(on_screen(sections(Snapshot("there", "SERVING", (replica,))), width, height), end="")
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def _missing(lines):
+    return sum(int(found[1]) for line in lines if (found := re.fullmatch(r"… and (\d+) more", line)))
+
+
+@pytest.mark.parametrize("height", [3, 20, 40, 600])
+def test_a_screen_shows_what_fits_and_counts_the_rest(height):
+    lines = screen(500, 120, height)
+    assert len(lines) <= height
+    if height >= 40:
+        assert "tiny ([Llama]) on ," in lines
+        shown = [line for line in lines if re.match("a\\d{3}@1", line)]
+        assert len(shown) + _missing(lines) == 500
+        assert lines.index(next(line for line in lines if line.startswith("pirate@3  GPU"))) < lines.index(shown[0])
+        assert lines[-3].split() == ["PHASE", "LOADS", "MEDIAN", "P99"]  # a long table takes no room of a short one
+
+
+def test_a_small_terminal_loses_bars_and_rows_before_words():
+    lines = screen(30, 80, 24)
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    words = [line.split() for line in lines]
+    assert ["TIER", "ADAPTERS", "BYTES", "BUDGET", "USED", "HELD"] in words
+    assert "GPU   30        3.00 GB  4.00 GB  75%   84.00 MB pinned  30/128 slots" in lines
+    assert {"HOST", "DISK", "pirate@3"} <= {line[0] for line in words}
+    assert sum(bool(re.match("a\\d{3}@1|pirate@3  GPU", line)) for line in lines) + _missing(lines) == 31
+    assert "…" not in "".join(line for line in lines if not line.startswith("… "))
 
 
 def test_bars():
-    assert bar(0.0) == "░" * 20 + "   0%"
-    assert bar(0.5) == "█" * 10 + "░" * 10 + "  50%"
-    assert bar(1.2).startswith("█" * 20 + " ")
+    assert bar(0.0) == "░" * 20
+    assert bar(0.5) == "█" * 10 + "░" * 10
+    assert bar(1.2) == "█" * 20
 
 
 def test_on_a_terminal_it_is_refreshed_until_ctrl_c(servers):

@@ -47,6 +47,8 @@ WRONG = [
     (["adapter", "versions", "x@1"], "ADAPTER: 'x@1' names a version"),
     (["adapter", "alias", "x", "1"], "REFERENCE: 'x' names no alias"),
     (["adapter", "alias", "x@prod", HUGE], "VERSION"),
+    (["adapter", "alias", "x@prod", "1:0"], "VERSION: '1:0': a weight must be above 0"),
+    (["adapter", "alias", "x@prod", "1:x"], "VERSION: '1:x' is not VERSION or VERSION:WEIGHT"),
     (["adapter", "show", "x@sha256:12"], "is not sha256: and 64 lowercase hex digits"),
     (["adapter", "load", "x@"], "is not an id"),
     (["adapter", "unload", "sha256:12"], "is not sha256: and 64 lowercase hex digits"),
@@ -87,6 +89,13 @@ def test_help_promises_only_what_is_built():
     assert "convert" in run_cli("adapter", "--help").out
 
 
+def test_a_wrong_flag_of_a_service_is_one_line():
+    for service in ("registry", "serve"):
+        ran = run_cli(service, "--lisen", "x")
+        assert (ran.status, ran.out) == (2, "")
+        assert ran.err == f"loraplex {service}: error: unrecognized arguments: --lisen x\n"
+
+
 def test_version():
     ran = run_cli("--version")
     assert ran.status == 0
@@ -94,7 +103,17 @@ def test_version():
 
 
 @pytest.mark.parametrize(
-    "address", ["localhost:1", "10.0.0.1:65535", "[::1]:50051", "dns:///a-b.c_d:80", "unix:/run/x"]
+    "address",
+    [
+        "localhost:1",
+        "10.0.0.1:65535",
+        "[::1]:50051",
+        "dns:///a-b.c_d:80",
+        "dns:a:80",
+        "unix:/run/x",
+        "ipv4:10.0.0.1:1,10.0.0.2:1",
+        "ipv6:[::1]:1,[fe80::1%eth0]:2",
+    ],
 )
 async def test_addresses_of_a_client(address):
     async with Client(address, address):
@@ -102,7 +121,11 @@ async def test_addresses_of_a_client(address):
 
 
 @pytest.mark.parametrize(
-    "address", ["", "localhost", "a:b", ":1", "::1:5", "unix:", "dns:///:80", "h:0", "h:65536", "h:٣"]
+    "address",
+    [
+        *("", "localhost", "a:b", ":1", "::1:5", "unix:", "dns:///:80", "h:0", "h:65536", "h:٣", "a:1,b:2"),
+        *("ipv4:", "ipv4:10.0.0.1", "ipv4:10.0.0.1:1,", "ipv4:10.0.0.1:0", "ipv4:a:1", "ipv4:[::1]:1", "ipv6:::1:1"),
+    ],
 )
 def test_wrong_addresses_of_a_client(address):
     with pytest.raises(InvalidArgument, match=r"registry: .* is not HOST:PORT"):

@@ -137,6 +137,31 @@ async def test_an_alias_of_several_versions(registry, two_versions):
     assert (await registry.resolve("a@canary", min_revision=moved.registry_revision)).version == two_versions[1]
 
 
+async def test_an_alias_remembers_what_it_meant_before_its_last_change(registry, folders, two_versions):
+    async def previous(alias="prod"):
+        (found,) = [a for a in (await registry("GetAdapter", name="a")).aliases if a.name.endswith(f"/{alias}")]
+        return [(target.version, target.weight) for target in found.previous_targets]
+
+    async def point(*targets):
+        fields = [{"version": version, "weight": weight} for version, weight in targets]
+        return await registry("SetAdapterAlias", name="a@prod", targets=fields)
+
+    assert await previous() == []
+    answer = await point((1, 0.1 + 0.2), (2, 3))
+    assert [t.version for t in answer.adapter.aliases[0].previous_targets] == [1]
+    await point((2, 3), (1, 0.1 + 0.2))  # no change
+    await registry("SetAdapterAlias", name="a@other", targets=[{"version": 2}])
+    assert (await previous(), await previous("other")) == ([(1, 1.0)], [])
+    await registry.register(uri=folders.write("v3", seed=3), aliases=["prod"])
+    assert await previous() == [(1, 0.1 + 0.2), (2, 3.0)]
+    await point((2, 1))
+    await registry("DeleteAdapterVersion", name="a@3")  # it is in no alias's way
+    assert await previous() == [(3, 1.0)]
+    await registry("DeleteAdapterAlias", name="a@prod")
+    await point((1, 1))
+    assert await previous() == []
+
+
 async def test_an_alias_that_is_deleted(registry, running, two_versions):
     etag = (await registry("GetAdapter", name="a")).etag
     await registry.refused(EtagMismatch, "DeleteAdapterAlias", name="a@prod", etag='"stale"')

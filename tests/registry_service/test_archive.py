@@ -19,7 +19,10 @@ async def registered(registry, folders):
     await registry.register(uri=folders.write("v1", seed=1), aliases=["prod"], labels={"k": "ü"}, description="é\n")
     await registry.register(uri=folders.write("v2", seed=2))
     await registry("SetAdapterAlias", name="a@split", targets=[{"version": 1}, {"version": 2, "weight": 0.25}])
-    await registry.register(uri=folders.write("v3", seed=3))
+    await registry.register(uri=folders.write("v3", seed=3), aliases=["split"])
+    await registry("SetAdapterAlias", name="a@split", targets=[{"version": 2}])
+    await registry("SetAdapterAlias", name="a@split", targets=[{"version": 1}, {"version": 2, "weight": 0.25}])
+    await registry("SetAdapterAlias", name="a@split", targets=[{"version": 2}])
     await registry("DeleteAdapterVersion", name="a@3")
     await registry.register("gone", uri=folders.write("v1", seed=1))
     await registry("DeleteAdapter", name="gone")
@@ -70,12 +73,14 @@ async def test_a_restored_registry_is_as_it_was(
         await server.stop()
 
 
-async def test_an_export_of_an_older_version_is_restored(config, registered, tmp_path):
-    lines = await exported(config.database)
+@pytest.mark.parametrize("schema", ["0003", "0004"])
+async def test_an_export_of_an_older_version_is_restored(config, registered, tmp_path, schema):
+    lines = [line for line in await exported(config.database) if "previous_alias_targets" not in line]
     url = f"sqlite:///{tmp_path}/new.db"
-    older = json.dumps({**json.loads(lines[0]), "schema": "0003"})
-    assert archive.restore(url, io.StringIO("\n".join([older, *lines[1:]]))) == len(lines) - 2
-    assert export(url)[3:] == lines[3:]
+    older = json.dumps({**json.loads(lines[0]), "schema": schema})
+    end = json.dumps({"end": len(lines) - 2})
+    assert archive.restore(url, io.StringIO("\n".join([older, *lines[1:-1], end]))) == len(lines) - 2
+    assert export(url)[3:-1] == lines[3:-1]
     migrations.check(url)
 
 

@@ -94,12 +94,16 @@ INSERT INTO adapter_versions (uid, adapter_uid, number, digest, source, pinned_s
                               warnings, base_model_fingerprint, size_bytes, num_tensors, state, creator, create_time)
 VALUES ('v3', 'u', 3, 'sha256:3', '{}', '[]', '[]', '{}', '[]', 'sha256:0', 1, 1, 'READY', 'c', '2026-01-01 00:00:00');
 UPDATE adapter_versions SET pinned_sources = '[1]' WHERE uid = 'v1';
+UPDATE aliases SET update_time = '2026-01-03 00:00:00' WHERE adapter_uid = 'u' AND name = 'prod';
 DELETE FROM alias_targets WHERE alias = 'prod';
 INSERT INTO alias_targets (adapter_uid, alias, version, weight) VALUES ('u', 'prod', 3, 1.0);
 UPDATE adapters SET delete_time = '2026-01-03 00:00:00' WHERE uid = 'u';
 UPDATE adapters SET delete_time = NULL, purge_time = NULL WHERE uid = 'u';
 DELETE FROM changes WHERE revision <= 1
 """
+
+
+DELETED_ON_SQLITE = "PRAGMA foreign_keys = ON; DELETE FROM alias_targets; DELETE FROM aliases"
 
 
 def execute(url, statements):
@@ -143,6 +147,10 @@ def test_an_older_registry_goes_on_meanwhile(empty_database_url):
     found = inspect(url, contents)
     assert len(found["adapter_versions"]) == 3
     assert found["changes"] == []
+    previous = "SELECT adapter_uid, alias, version, weight FROM previous_alias_targets"
+    assert inspect(url, lambda c: c.exec_driver_sql(previous).all()) == [("u", "prod", 1, 1.0)]
+    execute(url, "DELETE FROM alias_targets; DELETE FROM aliases" if "postgres" in url else DELETED_ON_SQLITE)
+    assert inspect(url, lambda c: c.exec_driver_sql(previous).all()) == []
 
 
 def test_indexes_are_built_while_an_older_registry_writes(make_postgres):

@@ -142,6 +142,7 @@ def test_a_database_that_cannot_be_used_is_one_line(tmp_path, capsys):
     capsys.readouterr()
     for url, code, told in [
         (f"sqlite:///{tmp_path}/file/r.db", 2, "--database: its folder"),
+        (f"sqlite:///{tmp_path}/no/such/r.db", 2, "--database: its folder"),
         (f"sqlite:///{tmp_path}/no.db", 2, "--database: sqlite:///"),
         (f"sqlite:///{tmp_path}", 2, "--database: sqlite:///"),
         (newer, 1, "the database was written by another version"),
@@ -151,6 +152,22 @@ def test_a_database_that_cannot_be_used_is_one_line(tmp_path, capsys):
         assert error.splitlines()[-1].startswith(f"error: {told}")
         assert "Traceback" not in error
     assert (tmp_path / "no.db").read_text().startswith("root:x:0:0")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("command", ["export", "new-epoch"])
+def test_what_works_on_a_database_makes_none(tmp_path, command, capsys):
+    assert main([command, "--database", f"sqlite:///{tmp_path}/mistyped.db"]) == 2
+    assert capsys.readouterr().err == f"error: --database: there is none at sqlite:///{tmp_path}/mistyped.db\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["migrate", "export", "restore", "new-epoch"])
+def test_a_command_makes_no_registry_of_a_mistyped_path_and_says_so_in_one_line(tmp_path, command, capsys):
+    assert main([command, "--database", f"sqlite:///{tmp_path}/no/such/r.db"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --database: ")
+    assert not (tmp_path / "no").exists()
 
 
 def test_migrate(make_postgres):

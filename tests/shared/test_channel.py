@@ -100,6 +100,10 @@ async def test_the_command_line_shows_a_token(registry, tmp_path, monkeypatch):
     assert shown.status == 0, shown.err
     refused = await cli("--ca", ca, *listing)
     assert (refused.status, refused.err.split(":")[0]) == (1, "UNAUTHENTICATED")
+    untrusted = await cli("--ca", str(Authority(tmp_path, "stranger").cert), *listing)
+    assert untrusted.err.startswith(f"UNAVAILABLE: no TLS with the registry service at {address}: ")
+    assert "CERTIFICATE_VERIFY_FAILED" in untrusted.err
+    assert "retry after" not in untrusted.err
     monkeypatch.setenv("LORAPLEX_CA", ca)
     monkeypatch.setenv("LORAPLEX_TOKEN", token("reader-a"))
     assert (await cli(*listing)).status == 0

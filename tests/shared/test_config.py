@@ -62,6 +62,13 @@ def test_every_type_from_toml(tmp_path):
     )
 
 
+def test_a_key_may_be_called_as_its_flag_is(tmp_path):
+    assert read(tmp_path, '[file_root]\na = "/srv"').file_roots == {"a": "/srv"}
+    assert read(tmp_path, "", {"LORAPLEX_TEST_FILE_ROOT": "a=/srv"}).file_roots == {"a": "/srv"}
+    with pytest.raises(ConfigError, match=r"file_roots .*is the same setting as file_root"):
+        read(tmp_path, '[file_root]\na = "/srv"\n[file_roots]\nb = "/srv"')
+
+
 def test_every_type_from_strings(tmp_path):
     env = {
         "LORAPLEX_TEST_VERBOSE": "Yes",

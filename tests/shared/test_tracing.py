@@ -1,9 +1,11 @@
 """Tracing is off unless it is asked for, and whatever happens to it harms nobody."""
 
+import contextvars
 import subprocess
 import sys
 
 import pytest
+from grpc import StatusCode
 
 from shared import spans
 from shared.config import ConfigError, load
@@ -77,6 +79,31 @@ def test_operators_variables_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert work.resource["service.name"] == "theirs"
     assert work.resource["deployment.environment.name"] == "staging"
     assert work.resource["loraplex.process"] == "test"
+
+
+class _Call:
+    def __init__(self, *metadata: tuple[str, str]) -> None:
+        self.metadata = metadata
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self.metadata
+
+
+def test_what_replicas_call_by_themselves_is_traced_only_for_who_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "LAST_EXPORT_SECONDS", 60)
+    traced, service = (
+        _Call(("traceparent", f"00-{'a' * 32}-{'b' * 16}-01")),
+        "loraplex.registry.v1.AdapterRegistryService",
+    )
+    with collecting() as collector:
+        tracing = start_tracing(collector.endpoint, "loraplex-test", "test", {})
+        assert tracing is not None
+        calls = [(_Call(), "ReportReplicaState"), (_Call(), "RegisterBaseModel"), (_Call(), "WatchAdapters")]
+        for call, rpc in [*calls, (traced, "RegisterBaseModel"), (traced, "WatchAdapters"), (_Call(), "GetAdapter")]:
+            contextvars.copy_context().run(lambda c=call, r=rpc: tracing.begin(f"/{service}/{r}", c)(StatusCode.OK))
+        tracing.close()
+        names = sorted(span.name for span in collector.spans())
+    assert names == [f"{service}/GetAdapter", f"{service}/RegisterBaseModel"]
 
 
 def test_a_collector_that_is_gone_delays_the_end_by_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:

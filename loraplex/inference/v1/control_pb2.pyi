@@ -155,16 +155,24 @@ class UnloadAdapterResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FREED_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_BYTES_FIELD_NUMBER: _builtins.int
     freed_bytes: _builtins.int
-    """On the device and in host memory. The files stay on disk."""
+    """device_bytes and host_bytes together: an adapter may have been in both. The files stay on disk."""
+    device_bytes: _builtins.int
+    """Freed on the device."""
+    host_bytes: _builtins.int
+    """Freed in host memory."""
     def __init__(
         self,
         *,
         freed_bytes: _builtins.int = ...,
+        device_bytes: _builtins.int = ...,
+        host_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "freed_bytes", b"freed_bytes", "host_bytes", b"host_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -527,7 +535,9 @@ class EngineStatus(_message.Message):
 
     @_builtins.property
     def load_seconds(self) -> _containers.MessageMap[_builtins.str, Global___PhaseSeconds]:
-        """By phase: acquire (until it is in host memory), place (until there is room), copy, total."""
+        """Of loads to the device, by phase: prepare (resolved, fetched and packed for the request that began the load; next to
+        nothing if it was here), acquire (until it is in host memory), place (until there is room), copy, and the total.
+        """
 
     @_builtins.property
     def load_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
@@ -648,7 +658,7 @@ class AdapterStatus(_message.Message):
     def disk(self) -> Global___TierUsage: ...
     @_builtins.property
     def load_seconds(self) -> _containers.MessageMap[_builtins.str, Global___PhaseSeconds]:
-        """By phase: resolve, fetch, pack."""
+        """Of loads to host memory, by phase: resolve (of every request), fetch, pack."""
 
     @_builtins.property
     def evictions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:

@@ -308,7 +308,9 @@ class Stop(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Unset or beyond the context: to its end. 0: only score the prompt."""
+    """Unset, or more than the context leaves beside the prompt: to the end of the context, with FINISH_REASON_LENGTH.
+    0: only score the prompt.
+    """
     min_tokens: _builtins.int
     """No end of sequence and no stop token before."""
     ignore_eos: _builtins.bool
@@ -693,7 +695,7 @@ class Timings(_message.Message):
     queue_seconds: _builtins.float
     """Waiting to be admitted, the adapter's loading not counted."""
     adapter_seconds: _builtins.float
-    """Waiting for the adapter."""
+    """Waiting for the adapter: until its files are on this machine, and for a place on the device."""
     first_token_seconds: _builtins.float
     total_seconds: _builtins.float
     def __init__(

@@ -301,22 +301,30 @@ class AdapterAlias(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
     UPDATE_TIME_FIELD_NUMBER: _builtins.int
+    PREVIOUS_TARGETS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """`namespaces/{namespace}/adapters/{adapter}/aliases/{alias}`."""
     @_builtins.property
     def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___AliasTarget]: ...
     @_builtins.property
     def update_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def previous_targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___AliasTarget]:
+        """Output only: the targets before the last change of the alias, for a rollback. Versions among them may have been
+        deleted since. Empty if the alias never meant anything else.
+        """
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         targets: _abc.Iterable[Global___AliasTarget] | None = ...,
         update_time: _timestamp_pb2.Timestamp | None = ...,
+        previous_targets: _abc.Iterable[Global___AliasTarget] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["update_time", b"update_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "targets", b"targets", "update_time", b"update_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "previous_targets", b"previous_targets", "targets", b"targets", "update_time", b"update_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -59,12 +60,23 @@ class FakeRegistry(registry_pb2_grpc.AdapterRegistryServiceServicer):
             yield response
 
     def tell(
-        self, revision: int, *changed: str, deleted: bool = False, is_complete: bool = False, token: str = ""
+        self,
+        revision: int,
+        *changed: str,
+        deleted: bool = False,
+        is_complete: bool = False,
+        token: str = "",
+        versions: Sequence[ResolvedVersion] = (),
     ) -> None:
         """Have the watch say that it has told everything up to `revision`, where adapters of these names changed."""
         kind = registry_pb2.AdapterChange.TYPE_DELETE if deleted else registry_pb2.AdapterChange.TYPE_UPSERT
         changes = [
-            {"type": kind, "adapter": {"name": f"namespaces/default/adapters/{name}"}, "revision": revision}
+            {
+                "type": kind,
+                "adapter": {"name": f"namespaces/default/adapters/{name}"},
+                "versions": [message_of(version) for version in versions],
+                "revision": revision,
+            }
             for name in changed
         ]
         response = registry_pb2.WatchAdaptersResponse(

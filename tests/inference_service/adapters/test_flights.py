@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from inference_service.adapters.flights import Flights
-from shared.errors import AdapterInvalid, Internal
+from shared.errors import AdapterMemory, AdapterNotFound, Internal, SourceUnavailable
 
 
 class _Attempts:
@@ -36,24 +36,33 @@ async def test_a_cancelled_waiter_does_not_end_the_attempt() -> None:
 
 async def test_a_failure_is_remembered_for_its_time() -> None:
     now = [0.0]
-    attempt = _Attempts(AdapterInvalid("no", metadata={"tensor": "t"}))
+    attempt = _Attempts(SourceUnavailable("no", metadata={"uri": "t"}))
     flights = Flights[int](lambda _: 2.0, lambda: now[0])
     for now[0] in (0.0, 0.5, 1.5):
-        with pytest.raises(AdapterInvalid) as caught:
+        with pytest.raises(SourceUnavailable) as caught:
             await flights.run("k", attempt)
-        assert caught.value.metadata == {"tensor": "t"}
+        assert caught.value.metadata == {"uri": "t"}
         assert caught.value.retry_after == 2.0 - now[0]
     assert attempt.count == 1
     now[0] = 2.5
-    with pytest.raises(AdapterInvalid):
+    with pytest.raises(SourceUnavailable):
         await flights.run("k", attempt)
     assert attempt.count == 2
 
 
+async def test_what_no_retry_mends_is_remembered_too_and_promises_nothing() -> None:
+    flights, attempt = Flights[int](lambda _: 2.0, lambda: 0.0), _Attempts(AdapterNotFound("no"))
+    for _ in range(2):
+        with pytest.raises(AdapterNotFound) as caught:
+            await flights.run("k", attempt)
+        assert caught.value.retry_after is None
+    assert attempt.count == 1
+
+
 async def test_what_is_not_remembered_keeps_its_own_time() -> None:
     for own in (None, 0.5):
-        with pytest.raises(AdapterInvalid) as caught:
-            await Flights[int](lambda _: 0.0).run("k", _Attempts(AdapterInvalid("no", retry_after=own)))
+        with pytest.raises(AdapterMemory) as caught:
+            await Flights[int](lambda _: 0.0).run("k", _Attempts(AdapterMemory("no", retry_after=own)))
         assert caught.value.retry_after == own
 
 

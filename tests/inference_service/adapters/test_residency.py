@@ -86,8 +86,9 @@ class _Replica:
     def keep_on_disk(self, digests: Set[str]) -> None:
         self.on_disk = set(digests)
 
-    async def load(self, digest: str, *, pinned: bool) -> None:
+    async def load(self, digest: str, *, pinned: bool, prepare_seconds: float) -> None:
         self._check()
+        assert prepare_seconds >= 0
         self.calls[f"load {digest}"] += 1
         await self.load_gate.wait()
         self.gpu[digest] = pinned

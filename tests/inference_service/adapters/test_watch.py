@@ -190,6 +190,28 @@ async def test_where_it_cannot_be_resumed_every_answer_is_asked_for_again(
     assert registry.min_revisions[-1] == 0
 
 
+async def test_what_a_new_watch_does_not_confirm_is_not_served_while_the_registry_is_away(
+    registry: FakeRegistry, client: RegistryClient, clock: _Clock, first: ResolvedVersion
+) -> None:
+    gone = first._replace(name=first.name.replace("/a/", "/gone/"))
+    registry.add("default/a", first, ttl=TTL)
+    registry.add("default/gone", gone, ttl=TTL)
+    for name in ("default/a", "default/gone"):
+        await client.resolve(name)
+    clock.now += TTL + 1
+    registry.to_watchers.put_nowait(WatchCompacted("another database"))
+    await _requests(registry, 2)
+    request = registry.watch_requests[1]
+    assert (request.skip_snapshot, request.snapshot_wanted_only) == (False, False)  # all of it
+    registry.revision = 3
+    registry.tell(3, "a", is_complete=True, versions=[first])
+    await _heard(client, 3)
+    await registry.stop()
+    assert (await client.resolve("default/a")).number == 1
+    with pytest.raises(RegistryUnavailable):
+        await client.resolve("default/gone")
+
+
 async def test_without_a_watch_answers_serve_for_their_ttl(
     registry: FakeRegistry, clock: _Clock, first: ResolvedVersion
 ) -> None:

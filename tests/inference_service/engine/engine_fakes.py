@@ -103,7 +103,7 @@ class FakeAdapters:
         self.broken = set()
 
     def want(self, line):
-        for digest, _ in islice(line, self.num_slots):
+        for digest, *_ in islice(line, self.num_slots):
             self.require(digest)
 
     def is_pinned(self, digest):

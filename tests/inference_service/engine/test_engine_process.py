@@ -251,7 +251,7 @@ async def test_pins_outlive_the_adapter_process_and_end_with_the_word_of_the_nex
 async def test_it_counts_what_it_serves_and_shows_what_it_holds(client, adapters):
     before = await client.stats()
     await client.unload_adapter(QV, force=True)
-    cold = spec("cold", 6, adapter=QV, adapter_tier="disk", prompt=range(40, 60))
+    cold = spec("cold", 6, adapter=QV, adapter_tier="disk", prompt=range(40, 60), prepare_seconds=3.0)
     assert len((await collect(client, cold))[0]) == 6
     warm = spec("warm", 3, adapter=QV, adapter_tier="host", prompt=range(40, 60))
     await collect(client, warm)
@@ -278,6 +278,9 @@ async def test_it_counts_what_it_serves_and_shows_what_it_holds(client, adapters
         "gpu": 1, "host": 1, "disk": 1,
     }  # fmt: skip
     assert grown(lambda s: s.load_seconds["total"].count) == 1
+    parts = ("prepare", "acquire", "place", "copy")
+    in_all = sum(grown(lambda s, phase=phase: s.load_seconds[phase].sum) for phase in parts)
+    assert 3.0 < grown(lambda s: s.load_seconds["total"].sum) < in_all + 1e-6  # another load is still ACQUIRING
     assert grown(lambda s: s.prefix_tokens_queried) == 43
     assert grown(lambda s: s.prefix_tokens_hit) == 16  # a block of the prompt that was computed for `cold`
     assert (stats.num_running, stats.num_waiting, stats.num_waiting_for_adapter) == (0, 1, 1)

@@ -64,3 +64,23 @@ def test_a_queue_refuses_who_would_be_too_late_and_takes_others():
     assert [failure.request_id for failure in output.failed] == ["late"]
     assert output.failed[0].error.reason == "DEADLINE_UNREACHABLE"
     assert float(output.failed[0].error.metadata["estimated_wait_seconds"]) > waiting / 4
+
+
+def test_who_finds_the_queue_full_may_come_back_when_those_in_it_have_started():
+    engine = build_engine(max_num_seqs=1, max_queue=3 * LEAST_STARTS)
+    for number in range(3 * LEAST_STARTS):
+        engine.submit(API, spec(f"a{number}", [1], 1, arrival=0.0))
+    engine.submit(API, spec("unmeasured", [1], 1, arrival=0.0))
+    (first,) = engine.take_output()[API].failed
+    for second in range(2 * LEAST_STARTS):
+        engine.step(float(second))
+    for number in range(engine.scheduler.limits.max_queue - engine.scheduler.num_waiting):
+        engine.submit(API, spec(f"b{number}", [1], 1, arrival=2.0 * LEAST_STARTS))
+    engine.submit(API, spec("measured", [1], 1, arrival=2.0 * LEAST_STARTS))
+    (last,) = engine.take_output()[API].failed
+    assert (first.request_id, last.request_id) == ("unmeasured", "measured")
+    for failure in (first, last):
+        assert failure.error.reason == "QUEUE_FULL"
+        assert failure.error.metadata == {"limit": "queue", "value": str(3 * LEAST_STARTS)}
+    assert first.error.retry_after == 1.0
+    assert last.error.retry_after == pytest.approx(3 * LEAST_STARTS / MARGIN, rel=0.1)  # one started each second
