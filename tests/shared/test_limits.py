@@ -104,6 +104,7 @@ async def test_a_client_keeps_back_more_streams_than_a_connection_has():
     engine.gate.clear()
     async with serving(engine, max_streams_per_connection=2) as served:
         stub = served.stub()
+        await stub.GetModelInfo(INFO, timeout=SECONDS)  # until the server's settings are there a client knows no limit
         calls = [stub.Generate(GENERATE) for _ in range(3)]
         await until(lambda: len(engine.specs) == 2)
         await InferenceServiceStub(served.connect()).GetModelInfo(INFO, timeout=SECONDS)  # another has its own
