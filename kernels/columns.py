@@ -1,7 +1,7 @@
 # Triton is untyped, and the bodies of its kernels are not Python.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
-"""What the two expands share: how a grid axis of column blocks covers a packed output."""
+"""What the expands share: how blocks of columns cover a packed output."""
 
 from typing import NamedTuple
 

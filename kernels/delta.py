@@ -1,7 +1,7 @@
 # Triton is untyped, and the bodies of its kernels are not Python.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
-"""What an adapter adds to its rows' outputs: device functions that the expands and the ops fused with them share.
+"""What an adapter adds to its rows' outputs: device functions that the shrinks and the expands share.
 
 A row's result depends on no other row; the ops differ in the order of float32 sums.
 """
@@ -15,9 +15,9 @@ from kernels.table import NUM_MODULES, OFFSET_UNIT, AdapterTable
 
 
 def constants(table: AdapterTable) -> dict[str, int]:
-    """Compile-time constants of a kernel that reads entries and `v`."""
+    """Compile-time constants of a kernel that reads entries."""
     unit = OFFSET_UNIT // table.weights.element_size()
-    return {"UNIT": unit, "MODULES": NUM_MODULES, "MAX_RANK": table.max_rank}
+    return {"UNIT": unit, "MODULES": NUM_MODULES}
 
 
 def overlapped(y: Tensor) -> dict[str, bool]:
@@ -50,30 +50,15 @@ def b_tile(b, r0, rank, out_features, columns, column_mask, BLOCK_RANK: tl.const
 
 
 @triton.jit
-def _row_of_v(
-    v, row, index, r0, rank, num_rows,
-    GROUP_SIZE: tl.constexpr, SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
-):  # fmt: skip
-    PADDED: tl.constexpr = triton.next_power_of_2(SPLITS)
-    splits, rs = tl.arange(0, PADDED), r0 + tl.arange(0, BLOCK_RANK)
-    offsets = ((splits[:, None] * num_rows + row) * GROUP_SIZE + index) * MAX_RANK + rs[None, :]
-    mask = (splits < SPLITS)[:, None] & (rs < rank)[None, :]
-    return tl.sum(tl.load(v + offsets, mask=mask, other=0.0), axis=0)
-
-
-@triton.jit
-def add_row(
-    y, tile, b, scale, v, row, index, rank, num_rows, out_features, columns, column_mask,
-    GROUP_SIZE: tl.constexpr, SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
-):  # fmt: skip
-    """`y` `[columns]` of one row plus scale · v · B, in float32, rounded to y's dtype. `tile` is B's at r0 = 0."""
-    shrunk = _row_of_v(v, row, index, 0, rank, num_rows, GROUP_SIZE, SPLITS, MAX_RANK, BLOCK_RANK)
-    total = tl.sum(shrunk[:, None] * tile.to(tl.float32), axis=0)
-    for r0 in range(BLOCK_RANK, rank, BLOCK_RANK):
-        tile = b_tile(b, r0, rank, out_features, columns, column_mask, BLOCK_RANK)
-        shrunk = _row_of_v(v, row, index, r0, rank, num_rows, GROUP_SIZE, SPLITS, MAX_RANK, BLOCK_RANK)
-        total += tl.sum(shrunk[:, None] * tile.to(tl.float32), axis=0)
-    return tl.where(rank > 0, (y.to(tl.float32) + scale * total).to(y.dtype), y)
+def largest_rank(
+    entries, slots, mask, layer, first_module, num_layers, GROUP_SIZE: tl.constexpr, MODULES: tl.constexpr
+):
+    """Of a group's modules in each slot, which decides between `kernels.bgmv` and `kernels.tall`; 0 outside `mask`."""
+    entry = entries + ((slots * num_layers + layer) * MODULES + first_module) * 4
+    rank = tl.load(entry + 2, mask=mask, other=0)
+    for index in tl.static_range(1, GROUP_SIZE):
+        rank = tl.maximum(rank, tl.load(entry + index * 4 + 2, mask=mask, other=0))
+    return rank
 
 
 @triton.jit

@@ -1,16 +1,15 @@
-"""The one door to the LoRA kernels: picks the op by device and by shape."""
+"""The one door to the LoRA kernels: picks the ops by device and by shape."""
 
 from importlib.util import find_spec
 
 from torch import Tensor
 
 from kernels import reference
-from kernels.table import AdapterTable, Chunks, Group, LoraRows
-from kernels.table import Addend as Addend
+from kernels.table import SMALL_RANK, AdapterTable, Chunks, Group, LoraRows
 
 HAS_TRITON = find_spec("triton") is not None
 if HAS_TRITON:
-    from kernels import bgmv, sgmv
+    from kernels import bgmv, sgmv, tall
 
 ROWS_PER_CHUNK = ((64, 1), (512, 16))  # (rows of the batch, rows of a chunk)
 MOST_ROWS_PER_CHUNK = 64
@@ -19,42 +18,6 @@ MOST_ROWS_PER_CHUNK = 64
 def rows_per_chunk(num_rows: int) -> int:
     """How long the chunks of a batch (or bucket) of `num_rows` rows should be."""
     return next((chunk for most, chunk in ROWS_PER_CHUNK if num_rows <= most), MOST_ROWS_PER_CHUNK)
-
-
-def shrink(
-    x: Tensor, table: AdapterTable, layer: int, group: Group, chunks: Chunks, out: Tensor | None = None
-) -> Tensor:
-    """Project every row that has an adapter down to its rank, on a GPU.
-
-    Semantics: those of `kernels.reference.bgmv_shrink`, the row's slot being its chunk's.
-
-    Args:
-        x: `[rows, in]` in the arena's dtype, last dimension contiguous.
-        table: The adapters in their slots.
-        layer: Layer of the base model.
-        group: Modules that read `x`.
-        chunks: Cover the rows of `x`.
-        out: What an earlier call of the same shapes returned, to write to; None allocates.
-
-    Returns:
-        v: `[splits, rows, modules, table.max_rank]` float32.
-    """
-    op = bgmv.bgmv_shrink if chunks.rows_per_chunk == 1 else sgmv.sgmv_shrink
-    return op(x, table, layer, group, chunks, out)
-
-
-def expand(y: Tensor, v: Tensor, table: AdapterTable, layer: int, group: Group, chunks: Chunks) -> None:
-    """Project `v` up and add it to `y` `[rows, columns[-1]]`, in place.
-
-    Semantics: those of `kernels.reference.bgmv_expand`, the row's slot being its chunk's.
-    """
-    op = bgmv.bgmv_expand if chunks.rows_per_chunk == 1 else sgmv.sgmv_expand
-    op(y, v, table, layer, group, chunks)
-
-
-def add(y: Tensor, addend: Addend) -> None:
-    """Add to a projection's output what it lacks, in place."""
-    expand(y, *addend)
 
 
 def add_lora(y: Tensor, x: Tensor, table: AdapterTable, layer: int, group: Group, rows: LoraRows) -> None:
@@ -77,4 +40,40 @@ def add_lora(y: Tensor, x: Tensor, table: AdapterTable, layer: int, group: Group
     if rows.chunks is None or not (x.is_cuda and HAS_TRITON):
         reference.add_lora(y, x, table, layer, group, rows.segments)
         return
-    expand(y, shrink(x, table, layer, group, rows.chunks), table, layer, group, rows.chunks)
+    add_chunks(y, x, table, layer, group, rows.chunks)
+
+
+def add_chunks(y: Tensor, x: Tensor, table: AdapterTable, layer: int, group: Group, chunks: Chunks) -> None:
+    """`add_lora` on a GPU, given the work list alone, which covers all rows."""
+    if chunks.rows_per_chunk > 1:
+        sgmv.sgmv_expand(y, sgmv.sgmv_shrink(x, table, layer, group, chunks), table, layer, group, chunks)
+        return
+    bgmv.bgmv_expand(y, bgmv.bgmv_shrink(x, table, layer, group, chunks), table, layer, group, chunks)
+    if chunks.max_rank > SMALL_RANK:
+        tall.tall_expand(y, tall.tall_shrink(x, table, layer, group, chunks), table, layer, group, chunks)
+
+
+def small_delta(
+    out: Tensor, x: Tensor, table: AdapterTable, layer: int, group: Group, chunks: Chunks, v: Tensor | None = None
+) -> None:
+    """What `add_chunks` would add, in float32, on a GPU and for chunks of one row; `tall_delta` writes the other part.
+
+    Args:
+        out: `[rows, columns[-1]]` float32. Written here: rows of the base model and of adapters whose modules in the
+            group have ranks up to SMALL_RANK. What adds nothing is −0, which changes no bit of what it is added to.
+        x, table, layer, group, chunks: As above.
+        v: Room from `kernels.bgmv.shrunk`, or None to allocate.
+    """
+    v = bgmv.bgmv_shrink(x, table, layer, group, chunks, v)
+    bgmv.bgmv_expand(out, v, table, layer, group, chunks, add=False)
+
+
+def tall_delta(
+    out: Tensor, x: Tensor, table: AdapterTable, layer: int, group: Group, chunks: Chunks, v: Tensor | None = None
+) -> None:
+    """As `small_delta`, for the rows that it leaves: none where `chunks.max_rank` is no more than SMALL_RANK.
+
+    `v`: room from `kernels.tall.shrunk`, or None.
+    """
+    v = tall.tall_shrink(x, table, layer, group, chunks, v)
+    tall.tall_expand(out, v, table, layer, group, chunks, add=False)

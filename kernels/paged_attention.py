@@ -4,6 +4,8 @@ The tokens' own K and V are in the cache already (`kernels.rotary`). Lengths are
 shapes and host bounds alone. Nothing beyond a sequence's own tokens is read, whatever its blocks hold there.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ def paged_decode(
         q: `[seqs, heads, head_dim]`, the last two dimensions contiguous.
         k_cache, v_cache: `[blocks, block_size, kv_heads, head_dim]`, contiguous.
         block_tables: `[seqs, max_blocks]` int32.
-        seq_lens: `[seqs]` int32, this token included. 0 is a padding row: zeros come out.
+        seq_lens: `[seqs]` int32, this token included. At 0 zeros come out; at −1 `out` stays as it is.
         max_len: Host bound of `seq_lens`. Together with the shapes it fixes the launch, so give a bucket's bound.
         scale: Of the scores, usually 1 / √head_dim.
         window: Number of tokens a position sees, itself included; 0 for all.
@@ -41,8 +43,8 @@ def paged_decode(
         return paged_decode_triton.paged_decode(
             q, k_cache, v_cache, block_tables, seq_lens, max_len=max_len, scale=scale, window=window, out=out
         )
-    result = paged_decode_reference(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, window=window)
-    return result if out is None else out.copy_(result)
+    out = torch.empty_like(q) if out is None else out
+    return paged_decode_reference(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, window=window, out=out)
 
 
 def paged_prefill(
@@ -59,15 +61,17 @@ def paged_prefill(
 ) -> Tensor:
     """Chunks of several sequences, each the last tokens of its sequence. Returns `[tokens, heads, head_dim]`.
 
-    Semantics: as `paged_decode` for every token, over the tokens up to itself. Rows past the last chunk stay unwritten.
+    Semantics: as `paged_decode` for every token, over the tokens up to itself. Rows before the first chunk and past the
+    last one stay unwritten.
 
     Args:
         q: `[tokens, heads, head_dim]`, the last two dimensions contiguous.
         k_cache, v_cache: `[blocks, block_size, kv_heads, head_dim]`, contiguous.
-        block_tables: `[seqs, max_blocks]` int32.
-        query_starts: `[seqs + 1]` int32, ascending; sequence s owns rows `query_starts[s]:query_starts[s + 1]`, maybe
-            none (padding sequences repeat the last value).
-        seq_lens: `[seqs]` int32, tokens in the cache, the chunk included.
+        block_tables: `[sequences, max_blocks]` int32.
+        query_starts: `[chunks + 1]` int32, ascending; chunk c owns the rows `query_starts[c]:query_starts[c + 1]`,
+            maybe none (padding chunks repeat the last value). The `query_starts[0]` rows before them are of as many
+            sequences, so that chunk c is of sequence `query_starts[0] + c`.
+        seq_lens: `[sequences]` int32, tokens in the cache, the chunk included.
         scale: Of the scores, usually 1 / √head_dim.
         window: Number of tokens a position sees, itself included; 0 for all.
         out: `[tokens, heads, head_dim]` contiguous, or None to allocate.
@@ -93,11 +97,13 @@ def paged_decode_reference(
     *,
     scale: float,
     window: int = 0,
+    out: Tensor,
 ) -> Tensor:
     """See `paged_decode`."""
-    out = torch.zeros_like(q)
     for s, length in enumerate(seq_lens.tolist()):
-        if length > 0:
+        if length == 0:
+            out[s] = 0
+        elif length > 0:
             k, v = (gather_reference(cache, block_tables[s], length) for cache in (k_cache, v_cache))
             out[s] = attend_reference(q[s : s + 1], k, v, scale, window)[0]
     return out
@@ -117,11 +123,11 @@ def paged_prefill_reference(
 ) -> Tensor:
     """See `paged_prefill`."""
     starts = query_starts.tolist()
-    for s, length in enumerate(seq_lens.tolist()):
-        rows = slice(starts[s], starts[s + 1])
-        if rows.stop > rows.start:
-            k, v = (gather_reference(cache, block_tables[s], length) for cache in (k_cache, v_cache))
-            out[rows] = attend_reference(q[rows], k, v, scale, window)
+    lens = seq_lens.tolist()
+    for s, (begin, end) in enumerate(pairwise(starts), starts[0]):
+        if end > begin:
+            k, v = (gather_reference(cache, block_tables[s], lens[s]) for cache in (k_cache, v_cache))
+            out[begin:end] = attend_reference(q[begin:end], k, v, scale, window)
     return out
 
 

@@ -69,8 +69,9 @@ def paged_decode(
     )  # fmt: skip
     if splits > 1:
         _combine[heads, seqs](
-            partial, lse, out, HEAD_DIM=head_dim, BLOCK_DIM=block_dim, SPLITS=splits, num_warps=2 if splits <= 8 else 4
-        )
+            partial, lse, seq_lens, out,
+            HEAD_DIM=head_dim, BLOCK_DIM=block_dim, SPLITS=splits, num_warps=2 if splits <= 8 else 4,
+        )  # fmt: skip
     return out
 
 
@@ -83,6 +84,8 @@ def _decode(
     kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     kv_heads = tl.num_programs(0)
     length = tl.load(seq_lens + seq)
+    if length < 0:
+        return
     start = 0
     if HAS_WINDOW:
         start = tl.maximum(length - window, 0)
@@ -127,11 +130,14 @@ def _decode(
             tl.store(partial + parts[:, None] * HEAD_DIM + dims[None, :], result, mask=head_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["seq_lens"])
 def _combine(
-    partial, lse, out, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, SPLITS: tl.constexpr
+    partial, lse, seq_lens, out, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    seq = tl.program_id(1).to(tl.int64)
+    if tl.load(seq_lens + seq) < 0:
+        return
+    row = seq * tl.num_programs(0) + tl.program_id(0)
     parts, dims = row * SPLITS + tl.arange(0, SPLITS), tl.arange(0, BLOCK_DIM)
     logs = tl.load(lse + parts)
     top = tl.max(logs, axis=0)

@@ -3,9 +3,10 @@
 
 """Prefill attention on a GPU (flash attention). Semantics: `kernels.paged_attention.paged_prefill`.
 
-A program takes a run of one sequence's tokens, with all query heads of one KV head, as the rows of its tile. With t
-tokens a tile, sequence s owns the programs from query_starts[s] // t + s on: enough for its tiles, and a search finds
-s from the program. The tiles with the longest context start first. Keys that every row sees take no mask.
+A program takes a run of one chunk's tokens, with all query heads of one KV head, as the rows of its tile. With t tokens
+a tile and rows counted from the first chunk's first, chunk c owns the programs from query_starts[c] // t + c on: enough
+for its tiles, and a search finds c from the program. The last chunk's tiles start first. Programs beyond the tiles end
+at once: a launch may have room for more chunks and tokens than there are. Keys that every row sees take no mask.
 """
 
 import math
@@ -55,12 +56,12 @@ def paged_prefill(
     (tokens, heads, head_dim), (block_size, kv_heads) = q.shape, k_cache.shape[1:3]
     if out is None:
         out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    group, seqs = heads // kv_heads, seq_lens.shape[0]
+    group, chunks = heads // kv_heads, query_starts.shape[0] - 1
     tile = tile or tile_of(q.dtype, head_dim, tokens * heads)
     rows = max(tile.rows, triton.next_power_of_2(group))
     tile_tokens = rows // group
-    _prefill[kv_heads, tokens // tile_tokens + seqs](
-        q, k_cache, v_cache, block_tables, query_starts, seq_lens, out, scale * math.log2(math.e), window, seqs,
+    _prefill[kv_heads, tokens // tile_tokens + chunks](
+        q, k_cache, v_cache, block_tables, query_starts, seq_lens, out, scale * math.log2(math.e), window, chunks,
         q.stride(0), block_tables.stride(0),
         GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, HAS_WINDOW=window > 0, TILE_TOKENS=tile_tokens,
         BLOCK_ROWS=rows, BLOCK_KEYS=tile.keys, BLOCK_DIM=max(triton.next_power_of_2(head_dim), 16),
@@ -70,12 +71,12 @@ def paged_prefill(
 
 
 @triton.jit
-def _find_sequence(query_starts, program, seqs, TILE_TOKENS: tl.constexpr):
-    """The last sequence s with query_starts[s] // TILE_TOKENS + s <= program."""
-    low, high = program * 0, seqs
+def _find_chunk(query_starts, first_row, program, chunks, TILE_TOKENS: tl.constexpr):
+    """The last chunk c with (query_starts[c] - first_row) // TILE_TOKENS + c <= program."""
+    low, high = program * 0, chunks
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(query_starts + middle) // TILE_TOKENS + middle <= program:
+        if (tl.load(query_starts + middle) - first_row) // TILE_TOKENS + middle <= program:
             low = middle
         else:
             high = middle
@@ -117,22 +118,24 @@ def _attend(
 
 
 @triton.jit(
-    do_not_specialize=["window", "seqs", "stride_table"],
+    do_not_specialize=["window", "chunks", "stride_table"],
     do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"],
 )
 def _prefill(
-    q, k_cache, v_cache, block_tables, query_starts, seq_lens, out, scale, window, seqs, stride_q, stride_table,
+    q, k_cache, v_cache, block_tables, query_starts, seq_lens, out, scale, window, chunks, stride_q, stride_table,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
     TILE_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     kv_head, kv_heads = tl.program_id(0), tl.num_programs(0)
     program = tl.num_programs(1) - 1 - tl.program_id(1)
-    seq = _find_sequence(query_starts, program, seqs, TILE_TOKENS)
-    row_begin = tl.load(query_starts + seq)
-    num_queries = tl.load(query_starts + seq + 1) - row_begin
-    first_token = (program - row_begin // TILE_TOKENS - seq) * TILE_TOKENS
+    num_before = tl.load(query_starts)
+    chunk = _find_chunk(query_starts, num_before, program, chunks, TILE_TOKENS)
+    row_begin = tl.load(query_starts + chunk)
+    num_queries = tl.load(query_starts + chunk + 1) - row_begin
+    first_token = (program - (row_begin - num_before) // TILE_TOKENS - chunk) * TILE_TOKENS
     if first_token >= num_queries:
         return
+    seq = num_before + chunk
     length = tl.load(seq_lens + seq)
     first_position = length - num_queries + first_token
     last_position = tl.minimum(first_position + TILE_TOKENS, length) - 1

@@ -60,6 +60,11 @@ def _rows_and_parts(
             yield rows, part
 
 
+def rounded_sum(y: Tensor, delta: Tensor | None) -> Tensor:
+    """y plus what adapters add to it (float32), rounded once to y's dtype; y itself without a delta."""
+    return y if delta is None else (y.to(torch.promote_types(y.dtype, delta.dtype)) + delta).to(y.dtype)
+
+
 # The ops on segments promise the same; they differ in the rows they are fast for.
 sgmv_shrink = bgmv_shrink
 sgmv_expand = bgmv_expand

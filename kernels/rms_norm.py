@@ -6,8 +6,7 @@ Rounds where transformers' `LlamaRMSNorm` does: the norm in float32, a cast to t
 import torch
 from torch import Tensor
 
-from kernels.lora import add
-from kernels.table import Addend
+from kernels.reference import rounded_sum
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -31,29 +30,26 @@ def add_rms_norm(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    addend: Addend | None = None,
+    delta: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Semantics: residual += x, rounded to its dtype, in place; out = the RMSNorm of residual.
 
-    With an addend, x is first what `kernels.lora.add` makes of it, in place; that runs on a GPU only.
+    With a delta, x is first its sum with it, rounded to its dtype; what x holds stays as it is.
 
     Args:
         x: `[rows, size]`, last dimension contiguous.
         residual: `[rows, size]` in x's dtype, last dimension contiguous, changed in place.
         weight: `[size]`.
         eps: Added to the mean square.
-        addend: What x still lacks, or None. Its chunks cover all rows.
+        delta: `[rows, size]` float32, contiguous (`kernels.beside`), or None.
         out: `[rows, size]` in x's dtype, or None to allocate. May be `x`.
     """
-    if addend is not None:
-        # On its own, since it fills the GPU, where one program a row would read the row's whole B by itself.
-        add(x, addend)
     if x.is_cuda:
         from kernels import rms_norm_triton
 
-        return rms_norm_triton.add_rms_norm(x, residual, weight, eps, out)
-    return _given(out, add_rms_norm_reference(x, residual, weight, eps))
+        return rms_norm_triton.add_rms_norm(x, residual, weight, eps, delta, out)
+    return _given(out, add_rms_norm_reference(x, residual, weight, eps, delta))
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -63,9 +59,11 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (weight * normed.to(x.dtype)).to(x.dtype)
 
 
-def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
+) -> Tensor:
     """See `add_rms_norm`."""
-    residual.add_(x)
+    residual.add_(rounded_sum(x, delta))
     return rms_norm_reference(residual, weight, eps)
 
 

@@ -14,15 +14,24 @@ MAX_WARPS = 16
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """See `kernels.rms_norm.rms_norm`."""
-    return _launch(x, None, weight, eps, out)
+    return _launch(x, None, None, weight, eps, out)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    delta: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """See `kernels.rms_norm.add_rms_norm`."""
-    return _launch(x, residual, weight, eps, out)
+    return _launch(x, residual, delta, weight, eps, out)
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None) -> Tensor:
+def _launch(
+    x: Tensor, residual: Tensor | None, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor | None
+) -> Tensor:
     rows, size = x.shape
     if out is None:
         out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
@@ -30,22 +39,25 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out:
     warps = min(max(block // ELEMENTS_PER_WARP, 1), MAX_WARPS)
     added = x if residual is None else residual
     _rms_norm[rows,](
-        x, added, weight, out, x.stride(0), added.stride(0), out.stride(0), eps,
-        SIZE=size, BLOCK=block, ADD=residual is not None, num_warps=warps,
+        x, x if delta is None else delta, added, weight, out, x.stride(0), added.stride(0), out.stride(0), eps,
+        SIZE=size, BLOCK=block, DELTA=delta is not None, ADD=residual is not None, num_warps=warps,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _rms_norm(
-    x, residual, weight, out, stride_x, stride_residual, stride_out, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    x, delta, residual, weight, out, stride_x, stride_residual, stride_out, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
     gain = tl.load(weight + columns, mask=mask, other=0.0)
     values = tl.load(x + row * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
+    if DELTA:
+        values += tl.load(delta + row * SIZE + columns, mask=mask, other=0.0)
+        values = values.to(x.dtype.element_ty).to(tl.float32)
     if ADD:
         residual += row * stride_residual + columns
         total = (values + tl.load(residual, mask=mask, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.reference import rounded_sum
 from kernels.rms_norm import rms_norm_reference
-from kernels.table import Addend
 
 
 class HeadNorm(NamedTuple):
@@ -36,15 +36,14 @@ def rotary_kv_write(
     v_cache: Tensor,
     head_norm: HeadNorm | None = None,
     q_out: Tensor | None = None,
-    addend: Addend | None = None,
+    delta: Tensor | None = None,
 ) -> Tensor:
     """Rotate q and k, and store k and v in the paged cache. Returns the rotated q `[tokens, heads, head_dim]`.
 
     Semantics, per head, x₁ and x₂ its halves (normed first with `head_norm`): (x₁ cos − x₂ sin, x₂ cos + x₁ sin), in
     float32, rounded once; then k_cache[slot] = k, v_cache[slot] = v in place. `qkv` stays as it is.
 
-    With an addend, qkv is what `kernels.lora.add` would make of it, rounded to its dtype as it does; it runs on a GPU
-    only, and what `qkv` holds afterwards is undefined.
+    With a delta, qkv is first its sum with it, rounded to its dtype.
 
     Args:
         qkv: `[tokens, (heads + 2 · kv_heads) · head_dim]`, q before k before v, last dimension contiguous.
@@ -54,19 +53,13 @@ def rotary_kv_write(
         k_cache, v_cache: `[blocks, block_size, kv_heads, head_dim]`, contiguous, changed in place.
         head_norm: Weights of the heads' norms, if the model has them.
         q_out: `[tokens, heads, head_dim]` contiguous, or None to allocate.
-        addend: What qkv still lacks, or None. Its chunks cover all tokens.
+        delta: Of qkv's shape, float32, contiguous (`kernels.beside`), or None.
     """
-    if addend is not None:
-        from kernels import rotary_lora_triton
-
-        return rotary_lora_triton.rotary_kv_write(
-            qkv, table, positions, kv_slots, k_cache, v_cache, addend, head_norm, q_out
-        )
     if qkv.is_cuda:
         from kernels import rotary_triton
 
-        return rotary_triton.rotary_kv_write(qkv, table, positions, kv_slots, k_cache, v_cache, head_norm, q_out)
-    q = rotary_kv_write_reference(qkv, table, positions, kv_slots, k_cache, v_cache, head_norm)
+        return rotary_triton.rotary_kv_write(qkv, table, positions, kv_slots, k_cache, v_cache, head_norm, q_out, delta)
+    q = rotary_kv_write_reference(qkv, table, positions, kv_slots, k_cache, v_cache, head_norm, delta)
     return q if q_out is None else q_out.copy_(q)
 
 
@@ -78,8 +71,10 @@ def rotary_kv_write_reference(
     k_cache: Tensor,
     v_cache: Tensor,
     head_norm: HeadNorm | None = None,
+    delta: Tensor | None = None,
 ) -> Tensor:
     """See `rotary_kv_write`."""
+    qkv = rounded_sum(qkv, delta)
     kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     q, k, v = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)

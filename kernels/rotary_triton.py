@@ -25,6 +25,7 @@ def rotary_kv_write(
     v_cache: Tensor,
     head_norm: HeadNorm | None = None,
     q_out: Tensor | None = None,
+    delta: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.rotary.rotary_kv_write`."""
     tokens, (kv_heads, head_dim) = qkv.shape[0], k_cache.shape[2:]
@@ -33,8 +34,9 @@ def rotary_kv_write(
         q_out = torch.empty((tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight, eps = head_norm or (qkv, qkv, 0.0)
     _rotary_kv_write[tokens, triton.cdiv(num_heads + 2 * kv_heads, BLOCK_HEADS)](
-        qkv, q_out, table, positions, kv_slots, q_weight, k_weight, k_cache, v_cache, eps, qkv.stride(0),
-        HEADS=num_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, QK_NORM=head_norm is not None,
+        qkv, qkv if delta is None else delta, q_out, table, positions, kv_slots, q_weight, k_weight,
+        k_cache, v_cache, eps, qkv.stride(0),
+        HEADS=num_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, QK_NORM=head_norm is not None, DELTA=delta is not None,
         BLOCK_HEADS=BLOCK_HEADS, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), num_warps=2,
     )  # fmt: skip
     return q_out
@@ -51,8 +53,8 @@ def _head_norm(x, inverse, weight, columns, is_q, k_weight, mask, dtype: tl.cons
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "kv_slots"])
 def _rotary_kv_write(
-    qkv, q_out, table, positions, kv_slots, q_weight, k_weight, k_cache, v_cache, eps, stride_qkv,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QK_NORM: tl.constexpr,
+    qkv, delta, q_out, table, positions, kv_slots, q_weight, k_weight, k_cache, v_cache, eps, stride_qkv,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QK_NORM: tl.constexpr, DELTA: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -65,6 +67,10 @@ def _rotary_kv_write(
     source = qkv + token * stride_qkv + heads * HEAD_DIM + columns[None, :]
     raw1 = tl.load(source, mask=mask, other=0.0)
     raw2 = tl.load(source + HALF, mask=mask, other=0.0)
+    if DELTA:
+        delta += token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + heads * HEAD_DIM + columns[None, :]
+        raw1 = (raw1.to(tl.float32) + tl.load(delta, mask=mask, other=0.0)).to(dtype)
+        raw2 = (raw2.to(tl.float32) + tl.load(delta + HALF, mask=mask, other=0.0)).to(dtype)
     x1, x2 = raw1.to(tl.float32), raw2.to(tl.float32)
     if QK_NORM:
         square = tl.sum(x1 * x1 + x2 * x2, axis=1) / HEAD_DIM

@@ -155,7 +155,7 @@ def count_tokens(token_counts: Tensor, count_rows: Tensor, token_ids: Tensor) ->
         sampling_reference.count_tokens(token_counts, count_rows, token_ids)
 
 
-def take_sampled(token_ids: Tensor, sources: Tensor, sampled: Tensor) -> Tensor:
+def take_sampled(token_ids: Tensor, sources: Tensor, sampled: Tensor, out: Tensor | None = None) -> Tensor:
     """The tokens of a batch, some of which only the device knows. Returns `[tokens]` int64.
 
     Semantics: out[i] = token_ids[i] where sources[i] < 0, else sampled[sources[i]], and 0 for NOT_FINITE: what follows
@@ -164,9 +164,11 @@ def take_sampled(token_ids: Tensor, sources: Tensor, sampled: Tensor) -> Tensor:
     Args:
         token_ids, sources: `[tokens]` int64.
         sampled: `[any]` int64, of an earlier `sample`.
+        out: `[tokens]` int64, or None to allocate.
     """
     if token_ids.is_cuda:
         from kernels import sampling_triton
 
-        return sampling_triton.take_sampled(token_ids, sources, sampled)
-    return sampling_reference.take_sampled(token_ids, sources, sampled)
+        return sampling_triton.take_sampled(token_ids, sources, sampled, out)
+    tokens = sampling_reference.take_sampled(token_ids, sources, sampled)
+    return tokens if out is None else out.copy_(tokens)

@@ -207,10 +207,11 @@ def _normalize(
 # ---- tokens that only the device knows
 
 
-def take_sampled(token_ids: Tensor, sources: Tensor, sampled: Tensor) -> Tensor:
+def take_sampled(token_ids: Tensor, sources: Tensor, sampled: Tensor, out: Tensor | None = None) -> Tensor:
     """See `kernels.sampling.take_sampled`."""
     count = token_ids.shape[0]
-    out = torch.empty((count,), dtype=torch.int64, device=token_ids.device)
+    if out is None:
+        out = torch.empty((count,), dtype=torch.int64, device=token_ids.device)
     _take_sampled[triton.cdiv(count, TOKEN_TILE),](
         token_ids, sources, sampled, out, count, TOKEN_TILE=TOKEN_TILE, num_warps=4
     )

@@ -30,13 +30,22 @@ BYTES_IN = 256  # of a row of A or of x at once
 EXPAND_BLOCKS = {16: (128, 4), 64: (128, 8)}  # rows of a chunk: (columns of a block, blocks of a program)
 EXPAND_STAGES = 3
 PROGRAMS = 264  # two for each multiprocessor of an H200
-MAX_SPLITS, MIN_SPLIT = 8, 512
+# By rows of a chunk. The expand holds all partial sums at once; with eight, 64 rows fill a multiprocessor.
+MAX_SPLITS = {16: 8, 64: 4}
+MIN_SPLIT = 512
 
 
 def num_splits(num_rows: int, in_features: int, num_modules: int, rows_per_chunk: int) -> int:
     """Of K: as many as keep the GPU busy with full chunks; the result depends on shapes alone."""
     wanted = -(-PROGRAMS // (-(-num_rows // rows_per_chunk) * num_modules or 1))
-    return max(1, min(wanted, MAX_SPLITS, in_features // MIN_SPLIT))
+    return max(1, min(wanted, MAX_SPLITS[rows_per_chunk], in_features // MIN_SPLIT))
+
+
+def shrunk(x: Tensor, table: AdapterTable, group: Group, chunks: Chunks) -> Tensor:
+    """Room for what the shrink of `x` returns: `[splits, rows, modules, table.max_rank]` float32."""
+    (num_rows, in_features), num_modules = x.shape, len(group.modules)
+    splits = num_splits(num_rows, in_features, num_modules, chunks.rows_per_chunk)
+    return torch.empty((splits, num_rows, num_modules, table.max_rank), dtype=torch.float32, device=x.device)
 
 
 def sgmv_shrink(
@@ -48,18 +57,19 @@ def sgmv_shrink(
     splits = num_splits(num_rows, in_features, num_modules, block_rows)
     block_in = BYTES_IN // x.element_size()
     split_size = triton.cdiv(triton.cdiv(in_features, splits), block_in) * block_in
-    if out is None:
-        out = torch.empty((splits, num_rows, num_modules, table.max_rank), dtype=torch.float32, device=x.device)
+    out = shrunk(x, table, group, chunks) if out is None else out
     _shrink[splits, num_modules, chunks.list.shape[0]](
         x, table.weights, table.entries, out, chunks.list, num_rows, layer, group.modules[0],
-        table.num_layers, x.stride(0), in_features, split_size, **constants(table),
+        table.num_layers, x.stride(0), in_features, split_size, **constants(table), MAX_RANK=table.max_rank,
         BLOCK_ROWS=block_rows, BLOCK_IN=block_in, OVERLAP=x.is_cuda, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
 
 
-def sgmv_expand(y: Tensor, v: Tensor, table: AdapterTable, layer: int, group: Group, chunks: Chunks) -> None:
-    """See `kernels.reference.sgmv_expand`."""
+def sgmv_expand(
+    y: Tensor, v: Tensor, table: AdapterTable, layer: int, group: Group, chunks: Chunks, after_shrink: bool = True
+) -> None:
+    """See `kernels.reference.sgmv_expand`. `after_shrink`: the shrink is what was launched last on this stream."""
     splits, num_rows, num_modules, _ = v.shape
     block_rows = chunks.rows_per_chunk
     block_out, blocks_per_program = EXPAND_BLOCKS[block_rows]
@@ -67,13 +77,14 @@ def sgmv_expand(y: Tensor, v: Tensor, table: AdapterTable, layer: int, group: Gr
     _expand[blocks.num_blocks, chunks.list.shape[0]](
         y, v, table.weights, table.entries, chunks.list, num_rows, layer, group.modules[0],
         table.num_layers, y.stride(0), blocks.end0, blocks.end1, blocks.end2, splits, **constants(table),
-        GROUP_SIZE=num_modules, MAX_SPLITS=MAX_SPLITS, BLOCK_ROWS=block_rows, BLOCK_OUT=block_out,
-        BLOCKS=blocks_per_program, STAGES=EXPAND_STAGES, num_warps=4, **overlapped(y),
+        MAX_RANK=table.max_rank, GROUP_SIZE=num_modules, MAX_SPLITS=MAX_SPLITS[block_rows], BLOCK_ROWS=block_rows,
+        BLOCK_OUT=block_out, BLOCKS=blocks_per_program, STAGES=EXPAND_STAGES, num_warps=4,
+        **(overlapped(y) if after_shrink else {"OVERLAP": False}),
     )  # fmt: skip
 
 
 @triton.jit
-def _shrink_tile(
+def shrink_tile(
     x, a, v, row_mask, r0, rank, begin, end, in_features,
     BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
@@ -110,10 +121,10 @@ def _shrink(
     x += rows * stride_x
     v += ((split.to(tl.int64) * num_rows + rows) * tl.num_programs(1) + index) * MAX_RANK
     if rank <= 16:
-        _shrink_tile(x, a, v, row_mask, 0, rank, begin, end, in_features, BLOCK_ROWS, 16, BLOCK_IN)
+        shrink_tile(x, a, v, row_mask, 0, rank, begin, end, in_features, BLOCK_ROWS, 16, BLOCK_IN)
     else:
         for r0 in range(0, rank, 64):
-            _shrink_tile(x, a, v, row_mask, r0, rank, begin, end, in_features, BLOCK_ROWS, 64, BLOCK_IN)
+            shrink_tile(x, a, v, row_mask, r0, rank, begin, end, in_features, BLOCK_ROWS, 64, BLOCK_IN)
 
 
 @triton.jit(
@@ -136,29 +147,29 @@ def _expand(
     rows, row_mask = first + tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_ROWS) < count
     y += rows[:, None] * stride_y + begin
     if rank <= 16:
-        _expand_columns(
+        expand_columns(
             y, v, b, scale, rows, row_mask, index, rank, num_rows, splits, end - begin, column, last,
-            GROUP_SIZE, MAX_SPLITS, MAX_RANK, 16, BLOCK_OUT, STAGES,
+            GROUP_SIZE, MAX_SPLITS, MAX_RANK, 16, BLOCK_OUT, STAGES, True,
         )  # fmt: skip
     elif rank <= 64:
-        _expand_columns(
+        expand_columns(
             y, v, b, scale, rows, row_mask, index, rank, num_rows, splits, end - begin, column, last,
-            GROUP_SIZE, MAX_SPLITS, MAX_RANK, 64, BLOCK_OUT, STAGES,
+            GROUP_SIZE, MAX_SPLITS, MAX_RANK, 64, BLOCK_OUT, STAGES, True,
         )  # fmt: skip
     else:
-        _expand_columns_deep(
+        expand_columns_deep(
             y, v, b, scale, rows, row_mask, index, rank, num_rows, splits, end - begin, column, last,
-            GROUP_SIZE, MAX_SPLITS, MAX_RANK, BLOCK_OUT,
+            GROUP_SIZE, MAX_SPLITS, MAX_RANK, BLOCK_OUT, True,
         )  # fmt: skip
 
 
 @triton.jit
-def _expand_columns(
+def expand_columns(
     y, v, b, scale, rows, row_mask, index, rank, num_rows, splits, out_features, begin, end,
     GROUP_SIZE: tl.constexpr, MAX_SPLITS: tl.constexpr, MAX_RANK: tl.constexpr,
-    BLOCK_RANK: tl.constexpr, BLOCK_OUT: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_OUT: tl.constexpr, STAGES: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of columns in turn, the next ones on their way; ranks up to BLOCK_RANK."""
+    """Blocks of columns in turn, the next ones on their way; ranks up to BLOCK_RANK. Not `ADD`: store the product."""
     dtype: tl.constexpr = b.dtype.element_ty
     high, low = v_tile(
         v, rows, row_mask, index, 0, rank, num_rows, splits, scale, dtype, GROUP_SIZE, MAX_SPLITS, MAX_RANK, BLOCK_RANK
@@ -166,25 +177,27 @@ def _expand_columns(
     for c0 in tl.range(begin, end, BLOCK_OUT, num_stages=STAGES):
         columns = c0 + tl.arange(0, BLOCK_OUT)
         mask = row_mask[:, None] & (columns < end)[None, :]
-        before = tl.load(y + columns[None, :], mask=mask, other=0.0)
+        before = tl.load(y + columns[None, :], mask=mask & ADD, other=0.0)
         tile = b_tile(b, 0, rank, out_features, columns, columns < end, BLOCK_RANK)
         total = dot_wide(high, low, tile, before.to(tl.float32))
-        tl.store(y + columns[None, :], total.to(dtype), mask=mask)
+        tl.store(y + columns[None, :], total.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _expand_columns_deep(
+def expand_columns_deep(
     y, v, b, scale, rows, row_mask, index, rank, num_rows, splits, out_features, begin, end,
     GROUP_SIZE: tl.constexpr, MAX_SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
+    """As `expand_columns`, for any rank."""
     dtype: tl.constexpr = b.dtype.element_ty
     for c0 in range(begin, end, BLOCK_OUT):
         columns = c0 + tl.arange(0, BLOCK_OUT)
         mask = row_mask[:, None] & (columns < end)[None, :]
-        total = tl.load(y + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        total = tl.load(y + columns[None, :], mask=mask & ADD, other=0.0).to(tl.float32)
         for r0 in range(0, rank, 32):
             high, low = v_tile(
                 v, rows, row_mask, index, r0, rank, num_rows, splits, scale, dtype, GROUP_SIZE, MAX_SPLITS, MAX_RANK, 32
             )
             total = dot_wide(high, low, b_tile(b, r0, rank, out_features, columns, columns < end, 32), total)
-        tl.store(y + columns[None, :], total.to(dtype), mask=mask)
+        tl.store(y + columns[None, :], total.to(y.dtype.element_ty), mask=mask)

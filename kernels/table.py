@@ -12,6 +12,8 @@ from torch import Tensor
 NUM_MODULES = 7
 MAX_RANK = 512
 OFFSET_UNIT = 16
+SMALL_RANK = 16  # up to which decode takes an adapter row by row; above, in tiles of rows
+TILE_ROWS = 16
 
 # Columns of an entry.
 A_OFFSET, B_OFFSET, RANK, SCALE = range(4)
@@ -39,12 +41,25 @@ class Segment(NamedTuple):
 class Chunks(NamedTuple):
     """The GPU's work list: runs of at most `rows_per_chunk` rows with one slot, which together cover every row once.
 
-    `list`: `[max_chunks, 4]` int32: slot (−1: base model), first row, rows (0: no work), nothing. No kernel may write
-    it while a kernel before the one that reads it still runs, since kernels read it before they wait.
+    `list`: `[max_chunks, 4]` int32: slot (−1: base model), first row, rows (0: no work), and, of chunks of one row,
+    how many rows the tile has that starts there: up to `TILE_ROWS` neighbouring rows with one slot (0: the row is in
+    a tile that started before). No kernel may write it while a kernel before the one that reads it still runs, since
+    kernels read it before they wait.
+
+    `max_rank`: no adapter in the list has a larger one, whatever is written to the list later.
+
+    `has_affine`: whether adapters in the list may have gains or offsets.
     """
 
     list: Tensor
     rows_per_chunk: int
+    max_rank: int = MAX_RANK
+    has_affine: bool = False
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The chunks that have rows with an adapter. Reads the list back."""
+        rows: list[list[int]] = self.list.tolist()
+        return tuple(Segment(slot, row, row + count) for slot, row, count, _ in rows if slot >= 0 and count)
 
 
 def chunk_list(
@@ -56,7 +71,15 @@ def chunk_list(
     end = 0
     for segment in (*segments, Segment(-1, num_rows, num_rows)):
         for slot, start, stop in (Segment(-1, end, segment.start), segment):
-            chunks += [(slot, row, min(rows_per_chunk, stop - row), 0) for row in range(start, stop, rows_per_chunk)]
+            chunks += [
+                (
+                    slot,
+                    row,
+                    min(rows_per_chunk, stop - row),
+                    min(TILE_ROWS, stop - row) * ((row - start) % TILE_ROWS == 0),
+                )
+                for row in range(start, stop, rows_per_chunk)
+            ]
         end = segment.end
     if len(chunks) > max_chunks:
         raise ValueError(f"{len(chunks)} chunks do not fit in {max_chunks}")
@@ -110,11 +133,13 @@ class AdapterTable:
     `entries`: `[slots, layers, modules, 4]` int32: where A starts, where B starts (units of 16 bytes from the start of
     the arena), rank (0: this module is not adapted), and the bits of the float32 scale.
     `max_rank`: of any entry; sizes what is between shrink and expand.
+    `affines`: `[slots, layers, modules, 2]` int32: where gain and offset start (likewise, float32), −1 for none.
     """
 
     weights: Tensor
     entries: Tensor
     max_rank: int = MAX_RANK
+    affines: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     _parts: dict[int, dict[tuple[int, Group], tuple[ShrinkPart, ...]]] = field(default_factory=dict, repr=False)
 
     @property
@@ -176,13 +201,3 @@ class AdapterTable:
         first = run[0][1]
         a = self.weights[first : first + total * group.in_features].view(total, group.in_features)
         return ShrinkPart(a.t(), tuple(expands))
-
-
-class Addend(NamedTuple):
-    """What the output of a group's base projection still lacks: `v` (from `kernels.lora.shrink`) times B."""
-
-    v: Tensor
-    table: AdapterTable
-    layer: int
-    group: Group
-    chunks: Chunks

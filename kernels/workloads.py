@@ -85,7 +85,7 @@ def chunks_of(load: Workload, rows_per_chunk: int, device: str = "cpu") -> Chunk
     rows = len(load.row_slots)
     sequences = rows if rows_per_chunk == 1 else len(set(load.row_slots))
     found = chunk_list(load.segments(), rows_per_chunk, max_chunks(rows, sequences, rows_per_chunk), rows)
-    return Chunks(torch.from_numpy(found).to(device), rows_per_chunk)
+    return Chunks(torch.from_numpy(found).to(device), rows_per_chunk, max(load.ranks))
 
 
 def random_table(

@@ -1,5 +1,5 @@
-"""Computes steps on a GPU: decode batches replay captured graphs, mixed ones launch kernel by kernel. Where adapters
-have more than the A and B of linears (`Arena.extras`), the plain form of the model runs.
+"""Computes steps on a GPU: they replay captured graphs, but for large ones, which launch kernel by kernel. Where
+adapters have more than A and B, gains and offsets of linears (`Arena.extras`), the plain form of the model runs.
 
 Sampled tokens stay on the GPU: the next step can be launched before anybody has read them, and takes them from there.
 Nothing waits for the GPU but `LaunchedStep.result`, and steps with adapters that add tokens to the vocabulary.
@@ -8,6 +8,7 @@ Nothing waits for the GPU but `LaunchedStep.result`, and steps with adapters tha
 # torch.cuda is untyped in torch.
 # mypy: disable-error-code="no-untyped-call"
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
@@ -23,29 +24,31 @@ from inference_service.engine.device_batch import (
     BatchShape,
     fill,
     fill_chunks,
+    fill_nothing,
     num_chunks,
-    padded,
     plain_batch,
     sampling_rows,
     segments_of,
     shape_of,
     targets_of,
 )
-from inference_service.engine.device_scores import DeviceScores, Wanted, read
-from inference_service.engine.graphs import DecodeGraphs, Kind, buckets_up_to, length_classes
+from inference_service.engine.device_scores import DeviceScores, Wanted
+from inference_service.engine.graphs import StepGraphs
+from inference_service.engine.launched_step import LaunchedStep
 from inference_service.engine.runner import ModelRunner, part_of
 from inference_service.engine.sampler import Row, has_penalties, is_filtered, sample
 from inference_service.engine.sequence import Sequence
 from inference_service.engine.staging import Staging, decode_fields, mixed_fields
-from inference_service.engine.step import NOT_FINITE, Computed, PendingStep, Schedule, StepResult
+from inference_service.engine.step import Computed, PendingStep, Schedule, StepResult
+from inference_service.engine.step_kinds import Kind, StepKinds
 from inference_service.engine.warm_up import warm_up
 from inference_service.lora.batch import LoraBatch
 from inference_service.model.batch import DeviceBatch
 from inference_service.model.fused import FusedDecoder
-from inference_service.types import TokenLogprobs
+from inference_service.types import MAX_LOGPROBS
 from kernels import sampling
 from kernels.lora import rows_per_chunk
-from kernels.table import Chunks
+from kernels.table import Chunks, Segment
 
 SCORED_LOGIT_BYTES = 64 << 20  # of prompt logprobs' logits at a time
 
@@ -53,38 +56,13 @@ SCORED_LOGIT_BYTES = 64 << 20  # of prompt logprobs' logits at a time
 class Forward(NamedTuple):
     """A forward pass: its metadata, logits of the rows that sample, and hidden states of the rows after those.
 
-    A graph gives no hidden states; it runs only where nobody needs them. `scored_lora`: of those rows, where adapters
-    change what comes behind the last layer.
+    `scored_lora`: of those rows, where adapters change what comes behind the last layer.
     """
 
     staging: Staging
     logits: Tensor
     scored: Tensor
     scored_lora: LoraBatch | None = None
-
-
-class LaunchedStep:
-    """A step on its way. `tokens`, `scores`: page-locked copies, valid after `event`."""
-
-    def __init__(
-        self, tokens: Tensor, scores: sampling.TopLogprobs | None, wanted: Wanted, event: torch.cuda.Event
-    ) -> None:
-        self._tokens, self._scores, self._wanted, self._event = tokens, scores, wanted, event
-
-    def result(self) -> StepResult:
-        """Wait until the GPU is there, and read."""
-        self._event.synchronize()
-        ids: list[int] = self._tokens.tolist()
-        logprobs: list[TokenLogprobs | None] = [None] * len(ids)
-        prompts: list[list[TokenLogprobs]] = [[] for _ in self._wanted.prompts]
-        if self._scores is not None:
-            targets = [(token, num_top) for tokens, num_top in self._wanted.prompts for token in tokens]
-            wanted = [(ids[row], num_top) for row, num_top in self._wanted.rows] + targets
-            entries = iter(read(self._scores, *zip(*wanted, strict=True)))
-            for (row, _), entry in zip(self._wanted.rows, entries, strict=False):
-                logprobs[row] = None if ids[row] == NOT_FINITE else entry
-            prompts = [[next(entries) for _ in tokens] for tokens, _ in self._wanted.prompts]
-        return StepResult(ids, logprobs, prompts)
 
 
 class CudaRunner(ModelRunner):
@@ -101,14 +79,18 @@ class CudaRunner(ModelRunner):
         self._adjusted = AdjustedRows(seqs, self.vocab_size, self.eos_ids, self.device)
         self._adjusted_logits = torch.zeros((seqs, self.vocab_size), dtype=torch.float32, device=self.device)
         self._scores = DeviceScores(seqs + tokens, self.device)
+        self._token_ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
         self._last_tokens = torch.zeros(seqs, dtype=torch.int64, device=self.device)
         self._host_tokens = [torch.zeros(seqs, dtype=torch.int64, pin_memory=True) for _ in range(2)]
         self._events = [torch.cuda.Event() for _ in range(2)]
         self._turn = 0
         self._sampled_rows: dict[int, int] = {}  # of the last launched step: id of a sequence → row of `_last_tokens`
-        self.buckets = buckets_up_to(seqs)
-        self.length_classes = length_classes(limits.max_model_len)
-        self._graphs = DecodeGraphs()
+        self.kinds = StepKinds(seqs, tokens, limits.max_model_len)
+        self.graphs = StepGraphs()
+        # Where captured steps leave what they give.
+        hidden = self.model_config.hidden_size
+        self._logits = torch.zeros((seqs, self.vocab_size), dtype=self.dtype, device=self.device)
+        self._hidden = torch.zeros((self.kinds.most_captured(), hidden), dtype=self.dtype, device=self.device)
 
     # ---- one step
 
@@ -126,68 +108,86 @@ class CudaRunner(ModelRunner):
             return self._launch_sampling(schedule, sampled, adjusted, forward)
 
     def _has_extras(self, schedule: Schedule) -> bool:
-        """Whether a sequence's adapter has any, acting in this step or not."""
+        """Whether a sequence's adapter has any that the kernels do not know, acting in this step or not."""
         extras = self.arena.extras
-        return bool(extras) and any(chunk.sequence.slot in extras for chunk in schedule.chunks)
+        slots = {chunk.sequence.slot for chunk in schedule.chunks} if extras else set()
+        return any(slot in extras and not extras[slot].is_affine for slot in slots)
 
     def _forward(self, schedule: Schedule, adjusted: Items[AdjustedRow]) -> Forward:
-        shape = shape_of(schedule)
-        is_decode = shape.num_prefills == 0 and shape.num_sampled == shape.num_logit_rows == shape.num_seqs
-        staging = self._decode if is_decode else self._mixed
-        if is_decode:
-            shape = padded(shape, next(bucket for bucket in self.buckets if bucket >= shape.num_seqs))
-        has_adapters = self._stage(staging, schedule, shape, adjusted)
-        kind = Kind(shape.num_seqs, self._max_len(schedule), has_adapters)
-        if is_decode:
-            logits = self._graphs.replay(kind)
-            return Forward(staging, logits[: len(schedule.chunks)], logits[:0])
-        hidden = self.fused.forward(self._batch(staging, shape, kind), self.kv_cache)
+        shape, runs = shape_of(schedule), segments_of(schedule)
+        kind = self._kind_of(schedule, shape, runs)
+        staging = self._stage(schedule, kind, runs, adjusted)
+        out = self.graphs.replay(kind) if kind in self.graphs else self.compute(kind)
+        if kind.is_decode:
+            return Forward(staging, out[: shape.num_sampled], out[:0])
+        hidden = out.index_select(0, staging.device["logit_rows"][: shape.num_logit_rows])
         return Forward(staging, self.fused.logits(hidden[: shape.num_sampled]), hidden[shape.num_sampled :])
 
     def _forward_plain(self, schedule: Schedule, adjusted: Items[AdjustedRow]) -> Forward:
         """The model's plain form on the staged step: no graph, no padding."""
         shape = shape_of(schedule)
-        self._stage(self._mixed, schedule, shape, adjusted)
-        batch = plain_batch(self._mixed.device, self._token_ids(self._mixed, shape), schedule, shape, self.arena.extras)
+        kind = self.kinds.exact(shape.num_tokens, schedule.num_decodes, shape.num_prefills, 0)
+        staging = self._stage(schedule, kind, segments_of(schedule), adjusted)
+        token_ids = self._take_tokens(staging, shape.num_tokens)
+        batch = plain_batch(staging.device, token_ids, schedule, shape, self.arena.extras)
         hidden, count = self.decoder(batch, self.kv_cache), shape.num_sampled
         logits = self.decoder.logits(hidden[:count], part_of(batch.logit_lora, 0, count))
-        return Forward(self._mixed, logits, hidden[count:], part_of(batch.logit_lora, count, hidden.shape[0]))
+        return Forward(staging, logits, hidden[count:], part_of(batch.logit_lora, count, hidden.shape[0]))
 
-    def _stage(self, staging: Staging, schedule: Schedule, shape: BatchShape, adjusted: Items[AdjustedRow]) -> bool:
-        """Put the step's metadata on the device; whether any row has an adapter."""
-        segments = segments_of(schedule)
+    def _kind_of(self, schedule: Schedule, shape: BatchShape, runs: Items[Segment]) -> Kind:
+        max_rank = max((self.arena.ranks[run.slot] for run in runs), default=0)
+        has_affine = any(run.slot in self.arena.extras for run in runs)
+        if shape.num_prefills == 0 and shape.num_sampled == shape.num_logit_rows == shape.num_seqs:
+            longest = max(chunk.end for chunk in schedule.chunks)
+            return self.kinds.decode(shape.num_seqs, longest, max_rank, has_affine)
+        return self.kinds.mixed(shape.num_tokens, schedule.num_decodes, shape.num_prefills, max_rank, has_affine)
+
+    def _stage(self, schedule: Schedule, kind: Kind, runs: Items[Segment], adjusted: Items[AdjustedRow]) -> Staging:
+        """Put the step's metadata on the device."""
+        staging = self._staging(kind)
         arrays, scratch = staging.begin(), self.num_blocks * self.block_size
-        fill(arrays, schedule, shape, self.block_size, scratch, self._sampled_rows, adjusted)
-        fill_chunks(arrays, segments, shape)
-        staging.commit(shape.num_seqs)
-        return bool(segments)
+        fill(arrays, schedule, kind, self.block_size, scratch, self._sampled_rows, adjusted)
+        if kind.max_rank:
+            fill_chunks(arrays, runs, kind)
+        staging.commit(len(schedule.chunks))
+        return staging
 
-    def _max_len(self, schedule: Schedule) -> int:
-        """The class of the longest sequence that decodes."""
-        longest = max((chunk.end for chunk in schedule.chunks[: schedule.num_decodes]), default=0)
-        return next(bound for bound in self.length_classes if bound >= longest)
+    def _staging(self, kind: Kind) -> Staging:
+        return self._decode if kind.is_decode else self._mixed
 
-    def _token_ids(self, staging: Staging, shape: BatchShape) -> Tensor:
+    def _take_tokens(self, staging: Staging, num_tokens: int) -> Tensor:
         """`[tokens]`; those that the last step sampled are taken from where it left them."""
-        ids, sources = (staging.device[name][: shape.num_tokens] for name in ("token_ids", "sources"))
-        return sampling.take_sampled(ids, sources, self._last_tokens)
+        ids, sources = (staging.device[name][:num_tokens] for name in ("token_ids", "sources"))
+        return sampling.take_sampled(ids, sources, self._last_tokens, self._token_ids[:num_tokens])
 
-    def _batch(self, staging: Staging, shape: BatchShape, kind: Kind) -> DeviceBatch:
+    def compute(self, kind: Kind, num_layers: int | None = None) -> Tensor:
+        """A step on the staged metadata: logits `[rows, vocab]` where all rows decode, else hidden states
+        `[rows, hidden]`. They hold until the next step.
+
+        `num_layers`: only the first ones, to warm up.
+        """
+        batch = self._batch(kind)
+        if kind.is_decode:
+            hidden = self.fused.forward(batch, self.kv_cache, num_layers)
+            return self.fused.logits(hidden, self._logits[: kind.num_tokens])
+        out = self._hidden[: kind.num_tokens] if kind.num_tokens <= self._hidden.shape[0] else None
+        return self.fused.forward(batch, self.kv_cache, num_layers, out)
+
+    def _batch(self, kind: Kind) -> DeviceBatch:
         """Views of the staged metadata."""
-        on_device, tokens, seqs = staging.device, shape.num_tokens, shape.num_seqs
-        is_decode = staging is self._decode
-        chunks = on_device["chunks"][: num_chunks(shape)]
+        staging, tokens = self._staging(kind), kind.num_tokens
+        on_device = staging.device
+        chunks = on_device["chunks"][: num_chunks(kind)]
         return DeviceBatch(
-            token_ids=self._token_ids(staging, shape),
+            token_ids=self._take_tokens(staging, tokens),
             positions=on_device["positions"][:tokens],
             kv_slots=on_device["kv_slots"][:tokens],
-            block_tables=on_device["block_tables"][:seqs],
-            seq_lens=on_device["seq_lens"][:seqs],
-            query_starts=on_device["query_starts"][: shape.num_prefills + 1],
-            num_decodes=seqs - shape.num_prefills,
+            block_tables=on_device["block_tables"],
+            seq_lens=on_device["seq_lens"],
+            decode_lens=on_device["decode_lens"][: kind.max_decodes],
+            query_starts=None if kind.is_decode else on_device["query_starts"][: kind.max_prefills + 1],
             max_len=kind.max_len,
-            logit_rows=None if is_decode else on_device["logit_rows"][: shape.num_logit_rows],
-            chunks=Chunks(chunks, rows_per_chunk(tokens)) if kind.has_adapters else None,
+            chunks=Chunks(chunks, rows_per_chunk(tokens), kind.max_rank, kind.has_affine) if kind.max_rank else None,
         )
 
     # ---- sampling
@@ -211,25 +211,28 @@ class CudaRunner(ModelRunner):
 
     def _choose(self, sampled: Items[Sequence], adjusted: Items[AdjustedRow], forward: Forward, tokens: Tensor) -> None:
         """Sample into `tokens`; where all is plain, this is one kernel's choice over the logits."""
-        on_device, count = forward.staging.device, len(sampled)
-        logits, count_rows = forward.logits, on_device["count_rows"][:count]
+        on_device, count, logits = forward.staging.device, len(sampled), forward.logits
+        adjustments = self._adjustments(on_device, count)
         if any(row != UNADJUSTED for row in adjusted):
-            tables = self._adjusted
-            adjustments = sampling.Adjustments(
-                repetition=on_device["repetition"][:count],
-                presence=on_device["presence"][:count],
-                frequency=on_device["frequency"][:count],
-                count_rows=count_rows,
-                token_counts=tables.token_counts,
-                bias_rows=on_device["bias_rows"][:count],
-                bias_ids=tables.bias_ids,
-                bias_values=tables.bias_values,
-            )
             logits = sampling.adjust(logits, adjustments, self._adjusted_logits[:count])
         filtered = any(is_filtered(sequence.request.spec.sampling) for sequence in sampled)
         sampling.sample(logits, sampling_rows(on_device, count), filtered=filtered, out=tokens)
         if any(row.count_row >= 0 for row in adjusted):
-            sampling.count_tokens(self._adjusted.token_counts, count_rows, tokens)
+            sampling.count_tokens(adjustments.token_counts, adjustments.count_rows, tokens)
+
+    def _adjustments(self, on_device: Mapping[str, Tensor], count: int) -> sampling.Adjustments:
+        """Of the first `count` staged rows."""
+        tables = self._adjusted
+        return sampling.Adjustments(
+            repetition=on_device["repetition"][:count],
+            presence=on_device["presence"][:count],
+            frequency=on_device["frequency"][:count],
+            count_rows=on_device["count_rows"][:count],
+            token_counts=tables.token_counts,
+            bias_rows=on_device["bias_rows"][:count],
+            bias_ids=tables.bias_ids,
+            bias_values=tables.bias_values,
+        )
 
     def _launch_scores(self, wanted: Wanted, forward: Forward, tokens: Tensor) -> sampling.TopLogprobs:
         """Logprobs of sampled tokens, and of prompt tokens in pieces whose logits are bounded."""
@@ -284,23 +287,26 @@ class CudaRunner(ModelRunner):
         """See `engine.warm_up`."""
         warm_up(self)
 
-    def run_layers(self, schedule: Schedule, num_layers: int) -> None:
-        """The first layers of a step that samples nothing, kernel by kernel."""
-        shape = shape_of(schedule)
-        has_adapters = self._stage(self._mixed, schedule, shape, [])
-        kind = Kind(shape.num_seqs, self._max_len(schedule), has_adapters)
-        self.fused.forward(self._batch(self._mixed, shape, kind), self.kv_cache, num_layers)
+    def stage_nothing(self) -> None:
+        """Steps of any kind compute only padding until the next one is staged."""
+        for staging in (self._decode, self._mixed):
+            fill_nothing(staging.begin())
+            staging.commit()
 
-    def capture_graphs(self) -> int:
-        """Capture a graph of every kind; how many."""
-        for kind in map(Kind._make, product(reversed(self.buckets), self.length_classes, (False, True))):
-            self._graphs.capture(kind, partial(self.decode_logits, kind))
-        return len(self._graphs)
+    def sample_padding(self) -> None:
+        """Launch every kernel of sampling in every form, over rows that nobody reads."""
+        on_device, count = self._decode.device, self._last_tokens.shape[0]
+        rows, adjustments = sampling_rows(on_device, count), self._adjustments(on_device, count)
+        adjusted = sampling.adjust(self._logits, adjustments, self._adjusted_logits)
+        for logits, filtered in product((self._logits, adjusted), (False, True)):
+            sampling.sample(logits, rows, filtered=filtered, out=self._last_tokens)
+        sampling.count_tokens(adjustments.token_counts, adjustments.count_rows, self._last_tokens)
+        self._scores.compute(0, self._logits, self._last_tokens, MAX_LOGPROBS)
 
-    def decode_logits(self, kind: Kind) -> Tensor:
-        """A decode step on the staged metadata, `[bucket, vocab]`: what a graph of its kind replays."""
-        shape = BatchShape(kind.bucket, kind.bucket, 0, kind.bucket, kind.bucket)
-        return self.fused.logits(self.fused.forward(self._batch(self._decode, shape, kind), self.kv_cache))
+    def capture_graphs(self) -> None:
+        """Capture a graph of every kind there is one for. Their kernels are compiled."""
+        for kind in self.kinds.captured():
+            self.graphs.capture(kind, partial(self.compute, kind))
 
 
 def _wanted(schedule: Schedule, sampled: Items[Sequence]) -> Wanted:

@@ -12,6 +12,7 @@ from inference_service.engine.adjusted_rows import AdjustedRow
 from inference_service.engine.batch import logit_lora, logit_rows
 from inference_service.engine.sampler import GREEDY_BELOW
 from inference_service.engine.step import Chunk, Schedule, adapter_runs
+from inference_service.engine.step_kinds import Kind
 from inference_service.lora.batch import LoraBatch, segments
 from inference_service.model.batch import ForwardBatch
 from kernels.lora import rows_per_chunk
@@ -22,7 +23,7 @@ SIGNED = 1 << 63
 
 
 class BatchShape(NamedTuple):
-    """Sizes of one step's batch, padding included."""
+    """Sizes of one step's batch, without padding."""
 
     num_tokens: int
     num_seqs: int
@@ -32,17 +33,12 @@ class BatchShape(NamedTuple):
 
 
 def shape_of(schedule: Schedule) -> BatchShape:
-    """Without padding."""
+    """Of what is to be computed."""
     chunks = schedule.chunks
     sampled = sum(chunk.samples for chunk in chunks)
     scored = sum(len(chunk.scored_positions) for chunk in chunks)
     tokens = sum(chunk.length for chunk in chunks)
     return BatchShape(tokens, len(chunks), len(chunks) - schedule.num_decodes, sampled, sampled + scored)
-
-
-def padded(shape: BatchShape, bucket: int) -> BatchShape:
-    """A batch of decodes with rows that compute nothing, up to a captured size."""
-    return shape._replace(num_tokens=bucket, num_seqs=bucket)
 
 
 def segments_of(schedule: Schedule) -> tuple[Segment, ...]:
@@ -53,18 +49,18 @@ def segments_of(schedule: Schedule) -> tuple[Segment, ...]:
 def fill(
     arrays: Mapping[str, npt.NDArray[Any]],
     schedule: Schedule,
-    shape: BatchShape,
+    kind: Kind,
     block_size: int,
     scratch_slot: int,
     sampled_rows: Mapping[int, int],
     adjusted: Sequence[AdjustedRow],
 ) -> None:
-    """Write one step into `arrays` (`staging.fields`). Decode batches are padded to `shape`.
+    """Write one step into `arrays` (`staging.fields`), padded to its kind.
 
     Args:
         arrays: The host's arrays.
         schedule: What to compute.
-        shape: Of the batch on the device.
+        kind: Of the batch on the device.
         block_size: Tokens of a KV block.
         scratch_slot: Where a recomputed cached token writes its keys and values.
         sampled_rows: Rows of the last step's samples, by id of the sequence: tokens that nobody has read yet.
@@ -86,29 +82,40 @@ def fill(
     arrays["kv_slots"][:num_tokens] = slots
     arrays["seq_lens"][: len(chunks)] = [chunk.end for chunk in chunks]
     decodes = schedule.num_decodes
-    arrays["query_starts"][: len(chunks) - decodes + 1] = starts[decodes:] - starts[decodes]
+    arrays["decode_lens"][:decodes] = arrays["seq_lens"][:decodes]
+    arrays["decode_lens"][decodes : kind.max_decodes] = -1
+    prefill_starts = starts[decodes:]
+    arrays["query_starts"][: prefill_starts.size] = prefill_starts
+    arrays["query_starts"][prefill_starts.size : kind.max_prefills + 1] = num_tokens
     rows = logit_rows(chunks, starts)
     arrays["logit_rows"][: rows.size] = rows
-    if shape.num_logit_rows > shape.num_sampled:
-        targets = [token for chunk in chunks for token in targets_of(chunk)]
+    targets = [token for chunk in chunks for token in targets_of(chunk)]
+    if targets:
         arrays["targets"][: len(targets)] = targets
     sampled = [chunk for chunk in chunks if chunk.samples]
     _fill_sampling(arrays, sampled)
     _fill_adjustments(arrays, sampled, adjusted)
-    _pad(arrays, num_tokens, shape)
+    _pad(arrays, num_tokens, kind)
 
 
-def fill_chunks(arrays: Mapping[str, npt.NDArray[Any]], runs: Sequence[Segment], shape: BatchShape) -> None:
+def fill_nothing(arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write a step in which all is padding, whatever its kind."""
+    for array in arrays.values():
+        array.fill(0)
+    for name in ("sources", "kv_slots", "decode_lens", "count_rows", "bias_rows"):
+        arrays[name].fill(-1)
+    arrays["chunks"][:, 0] = -1
+
+
+def fill_chunks(arrays: Mapping[str, npt.NDArray[Any]], runs: Sequence[Segment], kind: Kind) -> None:
     """Write the adapters' work list: which rows each takes."""
-    size = rows_per_chunk(shape.num_tokens)
-    bound = num_chunks(shape)
-    arrays["chunks"][:bound] = chunk_list(runs, size, bound, shape.num_tokens)
+    bound = num_chunks(kind)
+    arrays["chunks"][:bound] = chunk_list(runs, rows_per_chunk(kind.num_tokens), bound, kind.num_tokens)
 
 
-def num_chunks(shape: BatchShape) -> int:
-    """Length of the adapters' work list, which depends on the batch's sizes alone. A chunk of a prompt has two runs of
-    rows where its adapter starts to act."""
-    return max_chunks(shape.num_tokens, shape.num_seqs + shape.num_prefills, rows_per_chunk(shape.num_tokens))
+def num_chunks(kind: Kind) -> int:
+    """Length of the adapters' work list. A chunk of a prompt has two runs of rows where its adapter starts to act."""
+    return max_chunks(kind.num_tokens, kind.max_decodes + 2 * kind.max_prefills, rows_per_chunk(kind.num_tokens))
 
 
 def plain_batch(
@@ -192,10 +199,8 @@ def _fill_adjustments(
         arrays["count_rows"][row], arrays["bias_rows"][row] = count_row, bias_row
 
 
-def _pad(arrays: Mapping[str, npt.NDArray[Any]], num_tokens: int, shape: BatchShape) -> None:
+def _pad(arrays: Mapping[str, npt.NDArray[Any]], num_tokens: int, kind: Kind) -> None:
     """Rows behind the batch compute nothing that anyone reads, and store nothing."""
-    padding = slice(num_tokens, shape.num_tokens)
+    padding = slice(num_tokens, kind.num_tokens)
     arrays["token_ids"][padding], arrays["sources"][padding] = 0, -1
     arrays["kv_slots"][padding], arrays["positions"][padding] = -1, 0
-    if shape.num_prefills == 0:
-        arrays["seq_lens"][padding] = 0

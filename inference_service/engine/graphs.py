@@ -1,39 +1,18 @@
-"""Captured decode steps: one graph for each batch bucket and class of lengths, with and without adapters."""
+"""Captured steps, one graph for each kind."""
 
 # torch.cuda is untyped in torch.
 # mypy: disable-error-code="no-untyped-call"
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def buckets_up_to(most: int) -> tuple[int, ...]:
-    """Batch sizes that are captured: 1, 2, 4, 8, then steps of 16, 32 and 64; `most` is one."""
-    sizes = [1, 2, 4, 8, *range(16, 64, 16), *range(64, 256, 32), *range(256, most + 1, 64)]
-    return (*(size for size in sizes if size < most), most)
+from inference_service.engine.step_kinds import Kind
 
 
-SHORT = 2048
-
-
-def length_classes(max_model_len: int) -> tuple[int, ...]:
-    """Bounds of a step's longest sequence that are captured. Attention splits long ones over more programs, which costs
-    a batch of short ones 5 % of its step (`kernels.paged_decode_triton.num_splits`)."""
-    return (SHORT, max_model_len) if max_model_len > SHORT else (max_model_len,)
-
-
-class Kind(NamedTuple):
-    """What a captured step fixes: its padded rows, the bound of its lengths, and whether it serves adapters."""
-
-    bucket: int
-    max_len: int
-    has_adapters: bool
-
-
-class DecodeGraphs:
+class StepGraphs:
     """Graphs by kind. They share one memory pool: only one runs at a time."""
 
     def __init__(self) -> None:
@@ -43,13 +22,11 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def __contains__(self, kind: Kind) -> bool:
+        return kind in self._graphs
+
     def capture(self, kind: Kind, step: Callable[[], Tensor]) -> None:
-        """Run `step` once for its compilation, then capture it; what it returns is what `replay` returns."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()
-        torch.cuda.current_stream().wait_stream(stream)
+        """Capture `step`, whose kernels are compiled; what it returns is what `replay` returns, and must outlive it."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             out = step()

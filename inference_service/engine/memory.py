@@ -14,7 +14,7 @@ CPU_KV_BYTES = 512 * MIB
 CPU_ADAPTER_BYTES = 256 * MIB
 ADAPTER_SHARE = 8  # the arena takes one in so many bytes of what weights and steps leave
 MOST_ADAPTER_BYTES = 8 << 30
-GRAPH_BYTES = 1 << 30  # captured graphs, their pool, and libraries' workspaces that come with them
+GRAPH_BYTES = 1 << 30  # captured graphs, and libraries' workspaces that come with them
 LOGIT_COPIES = 4  # of a full batch's float32 logits: penalties, softmax and sorting while sampling
 
 
@@ -38,9 +38,10 @@ class Wanted(NamedTuple):
     adapters: int | None
 
 
-def graph_reserve(max_num_seqs: int, vocab_size: int) -> int:
-    """Bytes kept for what is allocated once the KV cache is there: captured graphs and sampling."""
-    return GRAPH_BYTES + LOGIT_COPIES * 4 * max_num_seqs * vocab_size
+def graph_reserve(max_num_seqs: int, vocab_size: int, captured_step: int) -> int:
+    """Bytes kept for what is allocated once the KV cache is there: captured graphs, what the largest captured step
+    takes (`captured_step`), and sampling."""
+    return GRAPH_BYTES + captured_step + LOGIT_COPIES * 4 * max_num_seqs * vocab_size
 
 
 def divide(device: Device, wanted: Wanted, block_bytes: int, reserve: int, host_arena: int) -> MemoryBudget:

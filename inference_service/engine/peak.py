@@ -44,11 +44,10 @@ def _run(decoder: Decoder, limits: EngineLimits, block_size: int) -> None:
         kv_slots=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         block_tables=torch.zeros(len(lengths), num_blocks, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        decode_lens=torch.zeros(0, dtype=torch.int32, device=device),
         query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
-        num_decodes=0,
         max_len=limits.max_model_len,
-        logit_rows=torch.arange(min(limits.max_num_seqs, num_tokens), device=device),
         chunks=None,
     )
     fused = FusedDecoder(decoder, limits.max_model_len)
-    fused.logits(fused.forward(batch, kv_cache))
+    fused.logits(fused.forward(batch, kv_cache)[: limits.max_num_seqs])

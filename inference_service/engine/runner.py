@@ -143,11 +143,15 @@ class ModelRunner:
         if self.device.type == "cpu":
             weights = sum(parameter.nbytes for parameter in self.decoder.parameters())
             return divide_host(weights, wanted, block_bytes, host_arena)
-        from inference_service.engine.peak import measure_peak  # imports Triton
+        from inference_service.engine.peak import measure_peak  # these import Triton
+        from inference_service.engine.step_kinds import token_buckets
 
         limits = limits_for(config, self.device.type, model.max_position, UNBOUNDED_KV_TOKENS)
         measured = measure_peak(self.decoder, limits, block_size)
-        return divide(measured, wanted, block_bytes, graph_reserve(limits.max_num_seqs, model.vocab_size), host_arena)
+        captured = token_buckets(limits.max_batched_tokens)[-1]
+        captured_step = measured.activations * captured // limits.max_batched_tokens
+        reserve = graph_reserve(limits.max_num_seqs, model.vocab_size, captured_step)
+        return divide(measured, wanted, block_bytes, reserve, host_arena)
 
     def _build_kv_cache(self) -> KVCache:
         """One block more than the scheduler knows: scratch, for tokens that need no keys and values."""

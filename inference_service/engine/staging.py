@@ -50,6 +50,7 @@ def _fields(num_tokens: int, num_seqs: int, num_chunks: int, max_blocks: int) ->
         Field("kv_slots", np.int64, (num_tokens,)),
         Field("positions", np.int32, (num_tokens,)),
         Field("seq_lens", np.int32, (num_seqs,)),
+        Field("decode_lens", np.int32, (num_seqs,)),
         Field("query_starts", np.int32, (num_seqs + 1,)),
         Field("logit_rows", np.int64, (num_tokens,)),
         Field("chunks", np.int32, (num_chunks, 4)),

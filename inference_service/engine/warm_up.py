@@ -1,17 +1,19 @@
 """Before SERVING: every kernel is compiled, every graph captured, and the allocator holds what the heaviest step takes.
 
-Which variant of a kernel a step launches follows from its number of decodes and of tokens alone (what else varies is
-device data), so a few layers are run at every number at which a variant can change.
+Which variant of a kernel a step launches follows from its kind alone (what else varies is device data), so a few layers
+of every kind are run, over padding: once to compile all there is to compile side by side, and once to load it.
 """
 
 # torch.cuda is untyped in torch.
 # mypy: disable-error-code="no-untyped-call"
 
 import logging
+import os
 import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,18 +21,21 @@ import torch
 from inference_service.engine.blocks import ChainSeed
 from inference_service.engine.sequence import Request, State
 from inference_service.engine.step import Chunk, Schedule
+from inference_service.engine.step_kinds import Kind
 from inference_service.lora.residents import Handle
 from inference_service.types import MAX_LOGPROBS, GenerateSpec, Sampling, Stop
+from kernels.compiling import compiling
+from kernels.table import MAX_RANK
 
 if TYPE_CHECKING:
     from inference_service.engine.cuda_runner import CudaRunner
 
 log = logging.getLogger(__name__)
 
-FINE_STEP, FINE_TOKENS, COARSE_STEP = 16, 512, 64  # rows of the adapters' tiles, up to how many tokens, and beyond
+LARGE_STEP = 256  # tokens between steps that are run of those too large to be captured
+COMPILE_THREADS = 16
 SLACK = 1.25  # of the heaviest step's peak, for the gaps that blocks of many sizes leave
 SMALL_BLOCK, NUM_SMALL_BLOCKS = 1 << 20, 16  # the allocator keeps blocks up to this size apart
-SIDE_BYTES = 64 << 20  # for what the shrinks beside base products give, on their own stream
 
 PLAIN = Sampling(temperature=0.0)
 RANDOM = Sampling(temperature=1.0)
@@ -44,12 +49,16 @@ EVERYTHING = Sampling(
 
 def warm_up(runner: "CudaRunner") -> None:
     """Run it once, before the first request: requests find adapter slot 0, the KV cache and all tables unused."""
+    runner.arena.ranks[0] = MAX_RANK  # steps with adapters use it, and find nothing there
     with _timed("kernels compiled"):
         _compile(runner)
         torch.cuda.synchronize(runner.device)
     with _timed("graphs captured"):
-        log.info("%d graphs", runner.capture_graphs())
+        free, _ = torch.cuda.mem_get_info(runner.device)
+        runner.capture_graphs()
         torch.cuda.synchronize(runner.device)
+    taken = free - torch.cuda.mem_get_info(runner.device)[0]
+    log.info("%d graphs take %d of the %d MiB for them", len(runner.graphs), taken >> 20, runner.memory.reserve >> 20)
     with _timed("heaviest steps run"):
         base = torch.cuda.memory_allocated(runner.device)
         torch.cuda.reset_peak_memory_stats(runner.device)
@@ -59,6 +68,7 @@ def warm_up(runner: "CudaRunner") -> None:
         _reserve(runner, int(SLACK * peak))
         _run_heaviest(runner)
         torch.cuda.synchronize(runner.device)
+    runner.arena.ranks[0] = 0
     log.info("the heaviest step takes %d MiB", peak >> 20)
 
 
@@ -66,29 +76,28 @@ def warm_up(runner: "CudaRunner") -> None:
 
 
 def _compile(runner: "CudaRunner") -> None:
-    limits, most = runner.limits, _most_tokens(runner)
-    for max_len in runner.length_classes:
-        decodes = [_chunk(runner, PLAIN, 1, True, samples=False, start=max_len - 1)] * limits.max_num_seqs
-        for num_decodes in range(1, limits.max_num_seqs):
-            prefill = [_chunk(runner, PLAIN, 2, True, samples=False)] if most >= num_decodes + 2 else []
-            _run_layers(runner, decodes[:num_decodes], prefill)
-        _run_layers(runner, decodes, [])
-    fine = range(FINE_STEP, min(most, FINE_TOKENS) + 1, FINE_STEP)
-    for num_tokens in (*fine, *range(FINE_TOKENS + COARSE_STEP, most + 1, COARSE_STEP), most):
-        _run_layers(runner, [], _prefills(runner, num_tokens, has_adapters=True))
-    for num_tokens in (min(most, 2), min(most, FINE_TOKENS), most):
-        _run_layers(runner, [], _prefills(runner, num_tokens, has_adapters=False))
-    _run_layers(runner, [_chunk(runner, PLAIN, 1, False, samples=False)], [])
+    runner.stage_nothing()
+    threads = min(len(os.sched_getaffinity(0)), COMPILE_THREADS)
+    with compiling(threads):
+        _run_padding(runner)
+    _run_padding(runner)
 
 
-def _prefills(runner: "CudaRunner", num_tokens: int, *, has_adapters: bool) -> list[Chunk]:
-    lengths = _prompt_lengths(runner, num_tokens)
-    return [_chunk(runner, PLAIN, length, has_adapters, samples=False) for length in lengths if length > 1]
+def _run_padding(runner: "CudaRunner") -> None:
+    for kind in _kinds(runner):
+        runner.compute(kind, runner.fused.num_kinds)
+    runner.sample_padding()
 
 
-def _run_layers(runner: "CudaRunner", decodes: list[Chunk], prefills: list[Chunk]) -> None:
-    if decodes or prefills:
-        runner.run_layers(Schedule((*decodes, *prefills), len(decodes)), runner.fused.num_kinds)
+def _kinds(runner: "CudaRunner") -> Iterator[Kind]:
+    """Those that are captured, and those of so many tokens that they are not."""
+    kinds, limits = runner.kinds, runner.limits
+    yield from kinds.captured()
+    largest = limits.max_batched_tokens
+    for num_tokens in (*range(kinds.most_captured(0) + 1, largest, LARGE_STEP), largest):
+        for num_decodes, max_rank in product((0, 1, limits.max_num_seqs), (0, MAX_RANK)):
+            yield kinds.exact(num_tokens, num_decodes, 1, max_rank)
+    yield kinds.exact(largest, 0, 1, MAX_RANK, has_affine=True)
 
 
 def _run_heaviest(runner: "CudaRunner") -> None:
@@ -155,13 +164,10 @@ def _reserve(runner: "CudaRunner", nbytes: int) -> None:
     """
     torch.cuda.synchronize(runner.device)
     torch.cuda.empty_cache()
-    others = SIDE_BYTES + 2 * NUM_SMALL_BLOCKS * SMALL_BLOCK
+    others = NUM_SMALL_BLOCKS * SMALL_BLOCK
     free, _ = torch.cuda.mem_get_info(runner.device)
     blocks = [_block(runner, min(nbytes, free - others))]
     blocks += [_block(runner, SMALL_BLOCK) for _ in range(NUM_SMALL_BLOCKS)]
-    with torch.cuda.stream(runner.arena.side):
-        blocks.append(_block(runner, SIDE_BYTES))
-        blocks += [_block(runner, SMALL_BLOCK) for _ in range(NUM_SMALL_BLOCKS)]
 
 
 def _block(runner: "CudaRunner", nbytes: int) -> torch.Tensor:

@@ -5,16 +5,18 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from inference_service.lora.extras import SlotExtras, extras_of
+from inference_service.lora.extras import Affine, SlotExtras, extras_of
 from inference_service.lora.residents import Move
+from inference_service.lora.slot_rows import SlotRows
 from inference_service.types import BlobLayout, ChunkLayout
+from kernels.beside import Sides
 from kernels.table import A_OFFSET, B_OFFSET, MAX_RANK, NUM_MODULES, OFFSET_UNIT, RANK, SCALE, AdapterTable
 from shared.errors import AdapterInvalid, UnsupportedAdapter
 
@@ -68,6 +70,7 @@ class Arena:
     """A byte tensor that adapters share, and its table. All methods belong to the thread that launches the steps.
 
     `extras`: by slot, what adapters have beside the A and B of linears; slots without are not in it.
+    `ranks`: by slot, the largest one of its linears in the table, for the next step.
 
     Args:
         nbytes: Size of the arena.
@@ -84,19 +87,22 @@ class Arena:
         self._host = host
         self._bytes = torch.empty(nbytes - nbytes % OFFSET_UNIT, dtype=torch.uint8, device=device)
         shape = (num_slots, num_layers, NUM_MODULES, 4)
-        self.table = AdapterTable(self._bytes.view(dtype), torch.zeros(shape, dtype=torch.int32, device=device))
+        entries = torch.zeros(shape, dtype=torch.int32, device=device)
+        affines = torch.full((*shape[:-1], 2), -1, dtype=torch.int32, device=device)
+        self.table = AdapterTable(self._bytes.view(dtype), entries, affines=affines)
+        self._entry_rows, self._affine_rows = SlotRows(entries), SlotRows(affines)
+        self._has_affines = [False] * num_slots  # in the table
         self.extras: dict[int, SlotExtras] = {}
+        self.ranks = [0] * num_slots
         self._copies: deque[AdapterCopy] = deque()
         self._bounce = torch.empty(min(BOUNCE_BYTES, nbytes), dtype=torch.uint8, device=device)
         self._is_cuda = device.type == "cuda"
-        self.side: torch.cuda.Stream | None = None  # for shrinks beside a base projection
+        self.sides: Sides | None = None  # for what adapters add, beside a base projection
         if self._is_cuda:
             self._stream = torch.cuda.Stream(device)
-            self.side = torch.cuda.Stream(device)
+            self.sides = Sides(torch.cuda.Stream(device), torch.cuda.Stream(device))
             self._batches: deque[Batch] = deque()
             self._advanced_at = time.monotonic()
-            self._staging = torch.zeros(shape, dtype=torch.int32, pin_memory=True)
-            self._staged: dict[int, torch.cuda.Event] = {}
 
     def load(self, slot: int, layout: BlobLayout, chunk_offsets: Sequence[int], host_offset: int) -> AdapterCopy:
         """Start to copy a blob from the host arena into a free slot; on a CPU it is done on return.
@@ -201,19 +207,28 @@ class Arena:
     def _set_entries(self, slot: int, entries: Tensor) -> None:
         """Rewrite a slot's part of the table, on the compute stream."""
         self.table.forget(slot)
-        if not self._is_cuda:
-            self.table.entries[slot] = entries
-            return
-        if slot in self._staged:
-            self._staged[slot].synchronize()  # the last copy out of this staging row; long done
-        self._staging[slot] = entries
-        self.table.entries[slot].copy_(self._staging[slot], non_blocking=True)
-        self._staged[slot] = torch.cuda.current_stream().record_event()
+        self.ranks[slot] = int(entries[..., RANK].max())
+        self._entry_rows.write(slot, entries)
 
     def _set_extras(self, slot: int, extras: SlotExtras | None) -> None:
         self.extras.pop(slot, None)
         if extras is not None:
             self.extras[slot] = extras
+        affine = extras.affine if extras is not None else {}
+        if affine or self._has_affines[slot]:
+            self._affine_rows.write(slot, self._affines(affine))
+            self._has_affines[slot] = bool(affine)
+
+    def _affines(self, affine: Mapping[tuple[int, int], Affine]) -> Tensor:
+        """`[layers, modules, 2]` int32 on the CPU: a slot's part of `AdapterTable.affines`."""
+        rows = np.full((self.table.num_layers, NUM_MODULES, 2), -1, np.int32)
+        for place, vectors in affine.items():
+            rows[place] = [-1 if vector is None else self._unit(vector) for vector in vectors]
+        return torch.from_numpy(rows)
+
+    def _unit(self, vector: Tensor) -> int:
+        """Where a view of the arena starts, in units of 16 bytes."""
+        return (vector.data_ptr() - self._bytes.data_ptr()) // OFFSET_UNIT
 
     def _check(self, layout: BlobLayout) -> None:
         dtype = str(self.table.weights.dtype).removeprefix("torch.")

@@ -64,6 +64,11 @@ class SlotExtras:
     extra_vocab: int
 
     @property
+    def is_affine(self) -> bool:
+        """Whether there is nothing but gains and offsets of linears, which the kernels know."""
+        return not (self.norms or self.embed or self.head or self.extra_vocab)
+
+    @property
     def is_outside(self) -> bool:
         """Whether rows behind the last layer are computed otherwise than the base model's."""
         return self.head is not None or (-1, "norm") in self.norms or self.extra_vocab > 0

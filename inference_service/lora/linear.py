@@ -1,8 +1,5 @@
 """A base projection with adapters: the decoder does not know that LoRA exists."""
 
-# torch.cuda is untyped in torch.
-# mypy: disable-error-code="no-untyped-call"
-
 from itertools import product
 
 import torch
@@ -11,11 +8,11 @@ from torch import Tensor, nn
 from inference_service.lora.arena import Arena
 from inference_service.lora.batch import LoraBatch
 from kernels import reference
-from kernels.lora import Addend, add_lora, shrink
+from kernels.beside import product_and_delta
+from kernels.lora import add_lora
 from kernels.table import Chunks, Group
 from shared.base_model import ModelConfig, linear_shape
 
-SIDE_ROWS = 16  # rows a chunk up to which a batch is decoding
 WIDENED_ROWS = 1024  # of half precision, of which a float32 copy is made at a time: a GPU has planned for no more
 
 # A layer's packed projections, and the modules in each as indices into `shared.base_model.MODULES`.
@@ -44,7 +41,7 @@ class LoraLinear(nn.Module):
         self.base = base
         self.arena = arena
         self.table = arena.table
-        self.side = arena.side
+        self.sides = arena.sides
         self.layer = layer
         self.group = group
 
@@ -79,26 +76,12 @@ class LoraLinear(nn.Module):
             if affine is not None:
                 affine.apply(y[start:end, begin:stop])
 
-    def project(self, x: Tensor, chunks: Chunks | None) -> tuple[Tensor, Addend | None]:
-        """The base output on a GPU, and what the adapters add, for the kernel that reads both.
-
-        The shrink needs only `x`: for few rows, where the base product waits for memory, it runs beside it.
-        """
+    def project(self, x: Tensor, chunks: Chunks | None) -> tuple[Tensor, Tensor | None]:
+        """The base output, and in float32 what the adapters add, for the kernel that reads both; None: nothing more."""
         if chunks is None:
             y: Tensor = self.base(x, None)
             return y, None
-        if self.side is None or chunks.rows_per_chunk > SIDE_ROWS:
-            y = self.base(x, None)
-            v = shrink(x, self.table, self.layer, self.group, chunks)
-            return y, Addend(v, self.table, self.layer, self.group, chunks)
-        main = torch.cuda.current_stream()
-        before = main.record_event()
-        y = self.base(x, None)  # first: a shrink that holds registers on every multiprocessor would delay it
-        self.side.wait_event(before)
-        with torch.cuda.stream(self.side):
-            v = shrink(x, self.table, self.layer, self.group, chunks)
-        main.wait_stream(self.side)
-        return y, Addend(v, self.table, self.layer, self.group, chunks)
+        return product_and_delta(self.base, x, self.table, self.layer, self.group, chunks, self.sides)
 
 
 def install(decoder: nn.Module, config: ModelConfig, arena: Arena) -> None:

@@ -31,17 +31,15 @@ class ForwardBatch:
 class DeviceBatch:
     """One step's input for the fused forward pass: all lengths are device data, so that a graph can be replayed.
 
-    The first `num_decodes` token rows are one sequence each; the others belong to prefill chunks. Padding rows have the
-    KV slot −1; padding sequences have the length 0.
+    First there is one token row for each sequence that decodes, then come the rows of prefill chunks, then padding.
     """
 
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int32
-    kv_slots: Tensor  # [tokens] int64, −1: nothing is stored
-    block_tables: Tensor  # [seqs, max_blocks] int32
-    seq_lens: Tensor  # [seqs] int32, tokens in the KV cache after this step
-    query_starts: Tensor  # [seqs - num_decodes + 1] int32, rows of the prefill chunks after the decodes
-    num_decodes: int
-    max_len: int  # host bound of seq_lens
-    logit_rows: Tensor | None  # [rows] int64; None: all rows
+    kv_slots: Tensor  # [tokens] int64, −1 (in padding): nothing is stored
+    block_tables: Tensor  # [any, max_blocks] int32, by sequence: first those that decode, then those of the chunks
+    seq_lens: Tensor  # [any] int32, likewise: tokens in the KV cache after this step
+    decode_lens: Tensor  # [most] int32: as seq_lens where a sequence decodes, −1 behind these; none: nobody decodes
+    query_starts: Tensor | None  # [most + 1] int32, rows of the chunks, the last one repeated; None: there are none
+    max_len: int  # host bound of decode_lens
     chunks: Chunks | None  # which adapter each row uses; None: the base model alone

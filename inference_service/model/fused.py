@@ -7,14 +7,13 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from inference_service.lora.linear import LoraLinear
 from inference_service.model.attention import KVCache
 from inference_service.model.batch import DeviceBatch
 from inference_service.model.decoder import Decoder, DecoderLayer, SelfAttention
 from inference_service.model.layers import Linear
-from kernels.lora import Addend
 from kernels.paged_attention import paged_decode, paged_prefill
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary import HeadNorm, rotary_kv_write, rotary_table
@@ -45,50 +44,53 @@ class FusedDecoder:
         """First layers that launch every kernel that any layer does: they differ in their windows alone."""
         return max(self._windows.index(window) for window in self._windows) + 1
 
-    def forward(self, batch: DeviceBatch, kv_cache: KVCache, num_layers: int | None = None) -> Tensor:
-        """Normed hidden states of `batch.logit_rows`, `[rows, hidden]`. Writes the tokens' K and V into `kv_cache`.
+    def forward(
+        self, batch: DeviceBatch, kv_cache: KVCache, num_layers: int | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Normed hidden states of all rows, `[tokens, hidden]`, in `out` if given. Writes K and V into `kv_cache`.
 
         `num_layers`: only the first ones, to warm up; None for all.
         """
+        layers = self._layers[:num_layers]
         residual = embedding(batch.token_ids, self._decoder.embed)  # [tokens, hidden]
         x = rms_norm(residual, self._layers[0].input_layernorm.weight, self._eps)
-        for index, layer in enumerate(self._layers[:num_layers]):
-            y, addend = project(layer.self_attn.o_proj, self._attend(x, index, batch, kv_cache), batch)
-            x = add_rms_norm(y, residual, layer.post_attention_layernorm.weight, self._eps, addend=addend)
-            gate_up, addend = project(layer.mlp.gate_up_proj, x, batch)
-            y, addend = project(layer.mlp.down_proj, silu_mul(gate_up, addend=addend), batch)
-            x = add_rms_norm(y, residual, self._after_mlp[index], self._eps, addend=addend)
-        return x if batch.logit_rows is None else x.index_select(0, batch.logit_rows)
+        for index, layer in enumerate(layers):
+            y, delta = project(layer.self_attn.o_proj, self._attend(x, index, batch, kv_cache), batch)
+            x = add_rms_norm(y, residual, layer.post_attention_layernorm.weight, self._eps, delta)
+            gate_up, delta = project(layer.mlp.gate_up_proj, x, batch)
+            y, delta = project(layer.mlp.down_proj, silu_mul(gate_up, delta), batch)
+            target = out if index + 1 == len(layers) else None
+            x = add_rms_norm(y, residual, self._after_mlp[index], self._eps, delta, target)
+        return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token, `[rows, vocab]` in the model's dtype."""
-        return linear(hidden, self._decoder.lm_head)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Scores of the next token, `[rows, vocab]` in the model's dtype, in `out` if given."""
+        return torch.mm(hidden, self._decoder.lm_head.t(), out=out)
 
     def _attend(self, x: Tensor, index: int, batch: DeviceBatch, kv_cache: KVCache) -> Tensor:
         """`x` `[tokens, hidden]` → attention's output before its projection, `[tokens, heads · head_dim]`."""
         attention, window = self._layers[index].self_attn, self._windows[index]
-        qkv, addend = project(attention.qkv_proj, x, batch)
+        qkv, delta = project(attention.qkv_proj, x, batch)
         k_cache, v_cache = kv_cache.k[index], kv_cache.v[index]
         q = rotary_kv_write(
-            qkv, self._rotary, batch.positions, batch.kv_slots, k_cache, v_cache, self._head_norms[index], addend=addend
+            qkv, self._rotary, batch.positions, batch.kv_slots, k_cache, v_cache, self._head_norms[index], delta=delta
         )
-        out, decodes = torch.empty_like(q), batch.num_decodes
-        tables, lens, scale = batch.block_tables, batch.seq_lens, 1.0 / math.sqrt(attention.head_dim)
+        out, decodes, scale = torch.empty_like(q), batch.decode_lens.shape[0], 1.0 / math.sqrt(attention.head_dim)
         if decodes:
             paged_decode(
-                q[:decodes], k_cache, v_cache, tables[:decodes], lens[:decodes],
+                q[:decodes], k_cache, v_cache, batch.block_tables[:decodes], batch.decode_lens,
                 max_len=batch.max_len, scale=scale, window=window, out=out[:decodes],
             )  # fmt: skip
-        if decodes < q.shape[0]:
+        if batch.query_starts is not None:
             paged_prefill(
-                q[decodes:], k_cache, v_cache, tables[decodes:], batch.query_starts, lens[decodes:],
-                scale=scale, window=window, out=out[decodes:],
+                q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens,
+                scale=scale, window=window, out=out,
             )  # fmt: skip
         return out.flatten(1)
 
 
-def project(projection: torch.nn.Module, x: Tensor, batch: DeviceBatch) -> tuple[Tensor, Addend | None]:
-    """A projection's base output and what the adapters still have to add to it, which the next kernel does."""
+def project(projection: torch.nn.Module, x: Tensor, batch: DeviceBatch) -> tuple[Tensor, Tensor | None]:
+    """A projection's base output and what adapters still add to it, which the next kernel does."""
     if isinstance(projection, LoraLinear):
         return projection.project(x, batch.chunks)
     assert isinstance(projection, Linear)

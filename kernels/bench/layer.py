@@ -1,6 +1,6 @@
 """What adapters add to a decoder layer's step on a GPU: base products and the ops after them, with and without LoRA.
 
-The shrink runs on a stream of its own beside the base product, enqueued after it; the expand is part of the next op.
+As in serving: what adapters add is computed beside the base product (`kernels.beside`), and added by the next op.
 """
 
 # torch.cuda is untyped in torch.
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from kernels.bench.shapes import Model, bytes_touched
 from kernels.bench.timing import time_graph
-from kernels.lora import rows_per_chunk, shrink
+from kernels.beside import Sides, product_and_delta
+from kernels.lora import rows_per_chunk
 from kernels.rms_norm import add_rms_norm
 from kernels.rotary import rotary_kv_write, rotary_table
 from kernels.silu_mul import silu_mul
-from kernels.table import AdapterTable, Addend, Group
+from kernels.table import MAX_RANK, AdapterTable, Group
 from kernels.workloads import Workload, chunks_of, random_table
 
 LAYERS = 12
@@ -47,11 +48,12 @@ class Projection:
     def __init__(self, model: Model, name: str, load: Workload) -> None:
         self.group: Group = model.groups()[name]
         rows, width = len(load.row_slots), self.group.columns[-1]
-        self.table: AdapterTable = random_table(load.ranks, [self.group], LAYERS, DTYPE, DEVICE)
+        table = random_table(load.ranks, [self.group], LAYERS, DTYPE, DEVICE)
+        self.table = AdapterTable(table.weights, table.entries, MAX_RANK)
         self.weights = _normal(LAYERS, width, self.group.in_features) / 64
         self.xs = _normal(LAYERS, rows, self.group.in_features)
-        self.chunks = chunks_of(load, rows_per_chunk(rows), DEVICE)
-        self.side = torch.cuda.Stream()
+        self.chunks = chunks_of(load, rows_per_chunk(rows), DEVICE)._replace(max_rank=MAX_RANK)
+        self.sides = Sides(torch.cuda.Stream(), torch.cuda.Stream())
         self.next_op = _next_op(model, name, rows)
 
     def run(self, layer: int, lora: bool) -> None:
@@ -60,26 +62,22 @@ class Projection:
         if not lora:
             self.next_op(x @ weight.t(), None)
             return
-        main = torch.cuda.current_stream()
-        before = main.record_event()
-        y = x @ weight.t()
-        self.side.wait_event(before)
-        with torch.cuda.stream(self.side):
-            v = shrink(x, self.table, layer, self.group, self.chunks)
-        main.wait_stream(self.side)
-        self.next_op(y, Addend(v, self.table, layer, self.group, self.chunks))
+        y, delta = product_and_delta(
+            lambda x: x @ weight.t(), x, self.table, layer, self.group, self.chunks, self.sides
+        )
+        self.next_op(y, delta)
 
 
-def _next_op(model: Model, name: str, rows: int) -> Callable[[Tensor, Addend | None], object]:
+def _next_op(model: Model, name: str, rows: int) -> Callable[[Tensor, Tensor | None], object]:
     if name == "gate_up":
-        return lambda y, addend: silu_mul(y, addend)
+        return lambda y, delta: silu_mul(y, delta)
     if name != "qkv":
         residual, weight = _normal(rows, model.hidden), _normal(model.hidden)
-        return lambda y, addend: add_rms_norm(y, residual, weight, 1e-5, addend)
+        return lambda y, delta: add_rms_norm(y, residual, weight, 1e-5, delta)
     table = rotary_table(torch.rand(model.head_dim // 2, device=DEVICE), 8192)
     slots = torch.arange(rows, device=DEVICE)
     caches = _normal(2, -(-rows // BLOCK_SIZE), BLOCK_SIZE, model.kv // model.head_dim, model.head_dim)
-    return lambda y, addend: rotary_kv_write(y, table, slots, slots, caches[0], caches[1], addend=addend)
+    return lambda y, delta: rotary_kv_write(y, table, slots, slots, caches[0], caches[1], delta=delta)
 
 
 def measure(model: Model, names: Sequence[str], kind: str, load: Workload, bandwidth: float) -> Added:

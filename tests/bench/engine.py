@@ -1,12 +1,14 @@
 """`make bench-engine` (on a GPU): an engine in this process, with random weights of a shape, under the named loads.
 
 Workload D: N requests at once, 128 tokens in, 256 out; time per output token. Workload T: 256 requests at once, 512 in,
-128 out, 16,384 tokens a step; output tokens a second. Adapters are random, of one rank on all seven linears; requests
-take them in turn.
+128 out, 16,384 tokens a step; output tokens a second. Workload C: one more request, 128 in, arrives while 32 of the
+base model decode; the worst gap between their tokens, and its first token. Adapters are random, of one rank on all
+seven linears; requests take them in turn.
 """
 
 import argparse
 import json
+import logging
 import statistics
 import tempfile
 import time
@@ -35,6 +37,7 @@ PEER_D = {
     (8, 16, 8): 9.13, (8, 16, 32): 9.61, (32, 16, 32): 18.97, (8, 64, 8): 12.71, (8, 64, 32): 12.18,
 }  # fmt: skip
 PEER_T = {(0, 16): 7040.0, (8, 16): 5170.0, (32, 16): 3830.0}
+PEER_C = {False: "13 (21)", True: "11 (27)"}  # gap and first token, through its server
 
 
 class Bench(NamedTuple):
@@ -135,21 +138,69 @@ def workload_t(bench: Bench, adapters: int, rank: int) -> list[dict[str, Any]]:
     ]
 
 
+def workload_c(bench: Bench, adapters: int, rank: int) -> list[dict[str, Any]]:
+    """Worst gap and first token, ms, of six newcomers each time, for an adapter if there is one; twice."""
+    rows: dict[str, list[list[float]]] = {"gap ms": [], "first ms": []}
+    for repeat in range(3):
+        for values, found in zip(rows.values(), newcomers(bench, "0" if adapters else None, repeat), strict=True):
+            values.append([round(1e3 * value, 1) for value in found])
+    peer = PEER_C[adapters > 0]
+    return [{"load": "C", "adapters": adapters, "rank": rank, **{k: v[1:] for k, v in rows.items()}, "peer": peer}]
+
+
+def newcomers(bench: Bench, digest: str | None, seed: int) -> tuple[list[float], list[float]]:
+    """Seconds of the worst gap beside each newcomer, and until its first token."""
+    generator, engine = torch.Generator().manual_seed(1 << 20 | seed), bench.engine
+
+    def submit(name: str, output: int, digest: str | None) -> None:
+        ids = torch.randint(0, bench.vocab_size, (128,), generator=generator).tolist()
+        stop = Stop(output, ignore_eos=True)
+        engine.submit(b"bench", GenerateSpec(name, ids, Sampling(temperature=0.0), stop, digest))
+
+    for number in range(32):
+        submit(str(number), 40 * 8, None)
+    last: dict[str, float] = {}
+    sent: dict[str, float] = {}
+    gaps: list[float] = []
+    firsts: list[float] = []
+    num_steps = 0
+    while engine.scheduler.has_work:
+        num_steps += 1
+        if num_steps % 40 == 0 and len(sent) < 6:
+            name = f"new {len(sent)}"
+            submit(name, 8, digest)
+            sent[name] = time.perf_counter()
+            gaps.append(0.0)
+        bench.pool.poll()
+        outputs = engine.step(time.monotonic())
+        now = time.perf_counter()
+        for delta in (delta for output in outputs.values() for delta in output.deltas):
+            if delta.request_id in sent and delta.request_id not in last:
+                firsts.append(now - sent[delta.request_id])
+            elif delta.request_id in last and delta.request_id not in sent and gaps:
+                gaps[-1] = max(gaps[-1], now - last[delta.request_id])
+            last[delta.request_id] = now
+    return gaps, firsts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
-    parser.add_argument("--loads", default="DT", help="which workloads")
+    parser.add_argument("--loads", default="CDT", help="which workloads")
     parser.add_argument("--adapters", default=32, type=int, help="adapters in the pool")
     parser.add_argument("--counts", default="0,1,8,32", help="adapters in use, one run each")
     parser.add_argument("--rank", default=16, type=int)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     started = time.perf_counter()
     bench = build(arguments.shape, arguments.adapters, arguments.rank, 16384)
     print(f"ready after {time.perf_counter() - started:.1f} s; {torch.cuda.memory_allocated() / 2**30:.1f} GiB")
     rows: list[dict[str, Any]] = []
     counts = [int(n) for n in arguments.counts.split(",")]
     for count in counts:
+        if "C" in arguments.loads and count <= 1:
+            rows += workload_c(bench, count, arguments.rank)
         if "D" in arguments.loads:
             rows += workload_d(bench, count, arguments.rank, tuple(n for n in (1, 8, 32) if n >= count))
         if "T" in arguments.loads and count != 1:

@@ -1,4 +1,4 @@
-"""bgmv and sgmv against the reference, and the reference against float64, over the named workloads."""
+"""bgmv, tall and sgmv against the reference, and the reference against float64, over the named workloads."""
 
 import os
 from types import ModuleType
@@ -26,7 +26,7 @@ from kernels.table import (
 from kernels.workloads import NAMES, Workload, chunks_of, random_table, workload
 
 triton = pytest.importorskip("triton")
-from kernels import bgmv, sgmv  # noqa: E402  the interpreter is chosen by conftest
+from kernels import bgmv, sgmv, tall  # noqa: E402  the interpreter is chosen by conftest
 
 QKV = Group((0, 1, 2), (0, 133, 166, 199), 33)
 O_PROJ = Group((3,), (0, 7), 133)
@@ -45,8 +45,8 @@ def on_gpu(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.gpu)
 
 
-# By the rows of a chunk: bgmv takes one, sgmv sixteen or many.
-KERNELS = {"bgmv": 1, "sgmv-16": 16, "sgmv-64": 64}
+# By the rows of a chunk: bgmv and tall take one, sgmv sixteen or many.
+KERNELS = {"decode": 1, "sgmv-16": 16, "sgmv-64": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def _poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> object:
             return empty if name == "empty" else getattr(torch, name)
 
-    for module in (bgmv, sgmv, reference):
+    for module in (bgmv, sgmv, tall, reference):
         monkeypatch.setattr(module, "torch", PoisonedTorch("torch"))
 
 
@@ -92,8 +92,7 @@ class Case:
 
     def run_chunks(self, chunks: Chunks) -> Tensor:
         y = self.y.clone()
-        v = lora.shrink(self.x, self.table, LAYER, self.group, chunks)
-        lora.expand(y, v, self.table, LAYER, self.group, chunks)
+        lora.add_chunks(y, self.x, self.table, LAYER, self.group, chunks)
         return y
 
     def add(self) -> Tensor:
@@ -162,7 +161,7 @@ def test_interpreted_kernels_are_right(op: str, name: str, rows: int, dtype: tor
 
 
 @pytest.mark.skipif(HAS_GPU, reason="covered by the same test on the GPU")
-@pytest.mark.parametrize(("op", "rows"), [("bgmv", 33), ("sgmv-16", 133), ("sgmv-64", 133)])
+@pytest.mark.parametrize(("op", "rows"), [("decode", 33), ("sgmv-16", 133), ("sgmv-64", 133)])
 def test_interpreted_kernels_on_many_rows(op: str, rows: int) -> None:
     case = Case(workload("mixed-rank", rows), O_PROJ, torch.float32)
     assert_close(case.run(op), case.expected(), torch.float32)
@@ -197,8 +196,9 @@ DEVICES = ["cpu", on_gpu("cuda")]
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("slot", [1, 3, 4])  # of rank 3, 64 and 200
 @pytest.mark.parametrize("op", list(KERNELS))
-def test_a_row_depends_on_no_other_row(op: str, device: str) -> None:
+def test_a_row_depends_on_no_other_row(op: str, slot: int, device: str) -> None:
     """The first row of a bucket keeps its bits whatever the others are, and whichever share its adapter."""
     if device == "cpu" and HAS_GPU:
         pytest.skip("the interpreter is off")
@@ -209,7 +209,7 @@ def test_a_row_depends_on_no_other_row(op: str, device: str) -> None:
     room = chunks_of(mixed, KERNELS[op]).list.shape[0] + bucket
     expected = None
     for rows in (1, 2, 31, 32, 33, 127, 128, 129) if device == "cuda" else (1, 2, 9):
-        segments = [Segment(1, 0, 1), Segment(2, 1, rows)] if rows % 2 else [Segment(1, 0, rows)]
+        segments = [Segment(slot, 0, 1), Segment(2, 1, rows)] if rows % 2 else [Segment(slot, 0, rows)]
         listed = chunk_list([each for each in segments if each.start < each.end], KERNELS[op], room, bucket)
         alone.x[1:].normal_()
         got = alone.run_chunks(Chunks(torch.from_numpy(listed).to(device), KERNELS[op]))[0]
@@ -273,6 +273,12 @@ def test_too_many_chunks() -> None:
         chunk_list([Segment(0, 0, 33)], 16, 2, 33)
 
 
+def test_tiles_are_neighbouring_rows_of_one_adapter() -> None:
+    listed = chunk_list([Segment(3, 1, 20), Segment(5, 20, 22)], 1, 23, 23)
+    tiles = {row: (slot, size) for slot, row, _, size in listed.tolist() if size}
+    assert tiles == {0: (-1, 1), 1: (3, 16), 17: (3, 3), 20: (5, 2), 22: (-1, 1)}
+
+
 def test_no_rows_take_no_chunks() -> None:
     assert chunk_list([], 16, 2, 0).tolist() == [[-1, 0, 0, 0]] * 2
 
@@ -293,6 +299,23 @@ def test_base_rows_and_unadapted_modules_keep_their_bits(op: str, device: str) -
     assert torch.equal(y[:, 133:166], case.y[:, 133:166])
     assert not torch.equal(y[~base][:, 166:], case.y[~base][:, 166:])
     assert_close(y[~base], case.expected()[~base.cpu().numpy()], torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_deltas_are_what_is_added(device: str, dtype: torch.dtype) -> None:
+    if device == "cpu" and HAS_GPU:
+        pytest.skip("the interpreter is off")
+    case = Case(workload("mixed-rank", 7), QKV, dtype, device)
+    case.table.entries[:, LAYER, 1, RANK] = 0  # k is not adapted
+    chunks = chunks_of(case.load, 1, device)
+    delta = torch.full(case.y.shape, float("nan"), device=device)
+    for part in (lora.small_delta, lora.tall_delta):
+        part(delta, case.x, case.table, LAYER, QKV, chunks)
+    assert_close(reference.rounded_sum(case.y, delta), case.expected(), dtype)
+    nothing = torch.cat((delta[case.row_slots == -1].flatten(), delta[:, 133:166].flatten()))
+    assert (nothing == 0).all()
+    assert nothing.signbit().all()
 
 
 def test_gaps_between_a_blocks_are_not_assumed_away() -> None:
@@ -347,7 +370,7 @@ def test_the_door_on_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", list(KERNELS))
 def test_no_count_compiles_again(op: str) -> None:
-    kernels = (bgmv._expand, bgmv._shrink, sgmv._expand, sgmv._shrink)
+    kernels = [kernel for module in (bgmv, sgmv, tall) for kernel in (module._shrink, module._expand)]
 
     def compiled() -> int:
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())

@@ -119,6 +119,20 @@ def test_padding_rows_come_out_zero(splits: int) -> None:
     assert torch.equal(padded[[0, 2]], full[[0, 2]])
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_rows_that_do_not_decode_are_left_alone(splits: int) -> None:
+    case = Case([3, 5, 40], [1, 1, 1], (4, 2, 32), torch.float32)
+    full = case.decode(splits=splits)
+    case.seq_lens[1] = -1
+    outs = [torch.full_like(case.q, 7.0) for _ in range(2)]
+    args = case.q, *case.caches, case.tables, case.seq_lens
+    paged_decode_triton.paged_decode(*args, max_len=64, scale=case.scale, splits=splits, out=outs[0])
+    paged_decode_reference(*args, scale=case.scale, out=outs[1])
+    for out in outs:
+        assert (out[1] == 7.0).all()
+        assert_close(out[[0, 2]], full[[0, 2]].double())
+
+
 def test_a_decode_row_depends_on_no_other_row() -> None:
     case = Case([3, 133, 64], [1, 1, 1], (4, 2, 32), torch.float32)
     together = case.decode(splits=2)
@@ -157,6 +171,17 @@ def test_rows_and_sequences_past_the_last_chunk() -> None:
     assert actual[13:].isnan().all()
 
 
+@pytest.mark.parametrize("num_before", [1, 2, 17])
+def test_rows_before_the_first_chunk_are_others(num_before: int) -> None:
+    """They are decodes, of as many sequences, and what has been written there stays."""
+    case = Case([5] * num_before + [33, 20], [1] * num_before + [33, 4], (4, 2, 32), torch.float32)
+    expected = case.expected(0)
+    case.query_starts = torch.cat((case.query_starts[num_before:], case.query_starts[-1:].expand(2)))
+    for actual in (case.prefill(), case.expected(0, torch.float32)):
+        assert actual[:num_before].isnan().all()
+        assert_close(actual[num_before:], expected[num_before:])
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     chunks=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)), min_size=1, max_size=4),
@@ -172,7 +197,8 @@ def test_any_chunks(chunks: list[tuple[int, int]], window: int, tile: Tile) -> N
 def test_decode_is_prefill_of_one_token() -> None:
     case = Case([12, 33], [1, 1], (4, 2, 32), torch.float64)
     args = case.q, *case.caches, case.tables
-    decoded = paged_decode_reference(*args, case.seq_lens, scale=case.scale, window=10)
+    out = torch.empty_like(case.q)
+    decoded = paged_decode_reference(*args, case.seq_lens, scale=case.scale, window=10, out=out)
     assert torch.equal(decoded, case.expected(10))
 
 

@@ -36,7 +36,7 @@ def test_add_rms_norm_rounds_the_sum_first(rows: int, size: int, dtype: torch.dt
     residual = random(rows, size, dtype=dtype, seed=2)
     other = residual.clone()
     out = poisoned(rows, size, dtype=dtype)
-    assert rms_norm_triton.add_rms_norm(x, residual, weight, EPS, out) is out
+    assert rms_norm_triton.add_rms_norm(x, residual, weight, EPS, out=out) is out
     plain = add_rms_norm_reference(x, other, weight, EPS)
     assert torch.equal(residual, other)
     expected = rms_norm_reference(other.double(), weight.double(), EPS)

@@ -3,7 +3,6 @@
 import random
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from inference_service.engine.blocks import chain_seed, extend_chain
-from inference_service.engine.device_batch import fill_chunks, segments_of, shape_of
+from inference_service.engine.device_batch import segments_of
 from inference_service.engine.sequence import Request
 from inference_service.engine.step import Chunk, Schedule, adapter_runs
 from inference_service.lora.batch import LoraBatch
@@ -144,17 +143,6 @@ def test_rows_before_the_activation_are_in_no_segment() -> None:
     found = segments_of(Schedule(chunks, num_decodes=1))
     assert [tuple(segment) for segment in found] == [(2, 0, 1), (2, 11, 18), (3, 18, 20)]
     assert LoraBatch.build(*adapter_runs(chunks), torch.device("cpu")).segments == found  # type: ignore[union-attr]
-
-
-def test_the_work_list_has_room_for_a_step_of_chunks_in_which_adapters_start() -> None:
-    """Each has a run of rows of the base model and one of its adapter."""
-    length = 18
-    schedule = Schedule(tuple(chunk(slot, 1, 0, length) for slot in range(12)), num_decodes=0)
-    shape = shape_of(schedule)
-    arrays = {"chunks": np.zeros((shape.num_tokens, 4), np.int32)}
-    fill_chunks(arrays, segments_of(schedule), shape)
-    taken = {(slot, first + i) for slot, first, rows, _ in arrays["chunks"] if slot >= 0 for i in range(rows)}
-    assert taken == {(slot, slot * length + i) for slot in range(12) for i in range(1, length)}
 
 
 # ---- against PEFT

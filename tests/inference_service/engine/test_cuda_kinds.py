@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from inference_service.engine.cuda_runner import CudaRunner
-from inference_service.types import GenerateSpec, Sampling, Stop
+from inference_service.types import Acquired, GenerateSpec, Sampling, Stop
 from shared.adapter_format.served import SERVED_KINDS
 from tests.inference_service.engine.kind_models import CASES, VOCAB, World, build
 from tests.inference_service.engine.test_kinds import check, requests
@@ -127,3 +127,23 @@ def test_on_a_gpu(world: World) -> None:
     assert {key: tokens for key, (tokens, _) in answers.items()} == {
         key: tokens for key, (tokens, _) in expected.items()
     }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_gains_and_offsets_take_the_kernels_way_on_a_gpu(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build_engine(world, runner_class=CudaRunner, device="cuda", host=world.host.pin_memory(), **SETTINGS)
+    engine.runner.warm_up()
+    monkeypatch.setattr(CudaRunner, "_forward_plain", None)
+    known = [None, *(digest for digest, acquired in world.acquired.items() if known_to_kernels(acquired))]
+    specs = [spec for spec in requests(world, 6) if spec.adapter_digest in known]
+    assert len(specs) > 8
+    for _ in range(2):
+        answers, _ = run(engine, specs)
+        for spec in specs:
+            check(world, spec, *answers[spec.request_id, 0])
+
+
+def known_to_kernels(acquired: Acquired) -> bool:
+    layout = acquired.layout
+    return not layout.extra_vocab and {extra.name for extra in layout.extras} <= {"gain", "offset"}

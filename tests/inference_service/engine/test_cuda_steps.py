@@ -23,7 +23,7 @@ from triton import knobs
 from inference_service.engine.adjusted_rows import UNADJUSTED
 from inference_service.engine.batch import gather
 from inference_service.engine.cuda_runner import CudaRunner
-from inference_service.engine.graphs import Kind
+from inference_service.engine.device_batch import segments_of, shape_of
 from inference_service.engine.sequence import Request
 from inference_service.engine.step import Chunk, Schedule
 from inference_service.model.attention import KVCache
@@ -91,13 +91,60 @@ def test_a_replayed_graph_is_bit_equal_to_the_eager_step(engine, large, num_seqs
     prefill = Schedule(tuple(Chunk(s, 0, s.num_prompt - 1, False) for s in sequences), 0)
     runner.launch(prefill)
     step = Schedule(tuple(Chunk(s, s.num_prompt - 1, 1, True) for s in sequences), num_seqs)
+    kind = kind_of(runner, step)
+    assert kind.is_decode
+    assert kind.num_tokens == (8 if num_seqs == 8 else 16)
     replayed = runner._forward(step, [UNADJUSTED] * num_seqs).logits.clone()
-    bucket = next(b for b in runner.buckets if b >= num_seqs)
-    eager = runner.decode_logits(Kind(bucket, runner.length_classes[0], num_adapters > 0))[:num_seqs]
-    assert torch.equal(replayed, eager)
+    assert torch.equal(replayed, runner.compute(kind)[:num_seqs])
     assert replayed.isfinite().all()
     for handle in handles:
         engine.scheduler.adapters.release(handle)
+
+
+@pytest.mark.parametrize("num_adapters", [0, 1, 8])
+@pytest.mark.parametrize(
+    ("num_decodes", "lengths"), [(0, (40,)), (5, (50, 17, 2)), (3, (90, 300)), (12, (2,)), (20, (600,))]
+)
+@torch.inference_mode()
+def test_a_replayed_mixed_step_is_bit_equal_to_the_eager_step(engine, large, num_decodes, lengths, num_adapters):
+    """Decodes, whole prompts and a later chunk of one, over base and adapters, behind them padding."""
+    runner, handles = engine.runner, slots_of(engine, large)
+    number = num_decodes + len(lengths)
+    taken = [None, *handles[:num_adapters]]
+    slots = [taken[i % len(taken)] for i in range(number)]
+    sequences = [
+        sequence_of(engine, i, random_ids(30 if i < num_decodes else lengths[i - num_decodes] + 20, i), slot, blocks=40)
+        for i, slot in enumerate(slots)
+    ]  # fmt: skip
+    before = [Chunk(s, 0, 29 if i < num_decodes else 20, False) for i, s in enumerate(sequences)]
+    runner.launch(Schedule(tuple(sorted(before, key=slot_of)), 0))
+    decodes = sorted((Chunk(s, 29, 1, True) for s in sequences[:num_decodes]), key=slot_of)
+    prefills = sorted((Chunk(s, 20, s.num_prompt - 20, True) for s in sequences[num_decodes:]), key=slot_of)
+    step = Schedule((*decodes, *prefills), num_decodes)
+    kind, shape = kind_of(runner, step), shape_of(step)
+    assert kind in runner.graphs
+    assert kind.num_tokens > shape.num_tokens
+    forward = runner._forward(step, [UNADJUSTED] * number)
+    logits, replayed = forward.logits.clone(), runner._hidden[: shape.num_tokens].clone()
+    runner._hidden.fill_(float("nan"))
+    assert torch.equal(replayed, runner.compute(kind)[: shape.num_tokens])
+    assert replayed.isfinite().all()
+    # Without padding, products and attention are cut into other pieces.
+    exact = runner.kinds.exact(shape.num_tokens, num_decodes, shape.num_prefills, kind.max_rank)
+    staging = runner._stage(step, exact, segments_of(step), [UNADJUSTED] * number)
+    hidden = runner.compute(exact).index_select(0, staging.device["logit_rows"][:number])
+    difference = (runner.fused.logits(hidden).double() - logits.double()).pow(2).mean().sqrt()
+    assert difference <= 0.05 * logits.double().pow(2).mean().sqrt()
+    for handle in handles:
+        engine.scheduler.adapters.release(handle)
+
+
+def slot_of(chunk):
+    return chunk.sequence.slot
+
+
+def kind_of(runner, step):
+    return runner._kind_of(step, shape_of(step), segments_of(step))
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from shared.errors import InvalidArgument
 GIB = 1 << 30
 H200 = Device(total=141 * GIB, free=121 * GIB, weights=16 * GIB, activations=3 * GIB)
 BLOCK = 2 << 20
-RESERVE = graph_reserve(256, 128256)
+RESERVE = graph_reserve(256, 128256, GIB // 4)
 
 sizes = st.integers(0, 200 * GIB)
 

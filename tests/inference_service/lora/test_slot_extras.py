@@ -3,6 +3,7 @@
 import torch
 
 from inference_service.lora.arena import Arena
+from inference_service.lora.extras import Affine, Outside, Rows, SlotExtras
 from inference_service.lora.residents import Handle, Move
 from inference_service.types import BlobLayout, ChunkLayout, ExtraLayout
 
@@ -37,6 +38,11 @@ def check(arena: Arena, slot: int) -> None:
     assert offset is None
     assert gain is not None
     assert torch.equal(gain, GAIN)
+    places = arena.table.affines[slot]  # what the kernels see
+    start, none = places[1, 4].tolist()
+    assert torch.equal(arena._bytes.view(torch.float32)[4 * start :][: GAIN.numel()], GAIN)
+    assert none == -1
+    assert (places.flatten() >= 0).sum() == 1
     assert torch.equal(extras.norms[-1, "norm"], NORM)
     assert extras.embed is not None
     assert extras.embed.rows is not None
@@ -68,3 +74,13 @@ def test_a_slot_used_again_by_an_adapter_without_extras_has_none() -> None:
     arena.load(0, layout, [0, 512], 0)
     arena.load(0, BlobLayout(16, 0, "float32", (ChunkLayout(0, 0, 16, ()),)), [1024], 0)
     assert not arena.extras
+    assert (arena.table.affines == -1).all()
+
+
+def test_only_gains_and_offsets_are_known_to_the_kernels() -> None:
+    affine = {(0, 1): Affine(GAIN, None)}
+    assert SlotExtras(affine, {}, None, None, 0).is_affine
+    assert not SlotExtras(affine, {(0, "input_layernorm"): NORM}, None, None, 0).is_affine
+    assert not SlotExtras(affine, {}, Outside(None, Rows(IDS, ROWS), None), None, 0).is_affine
+    assert not SlotExtras(affine, {}, None, Outside(None, None, Affine(None, GAIN)), 0).is_affine
+    assert not SlotExtras({}, {}, None, None, 2).is_affine
