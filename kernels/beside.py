@@ -17,9 +17,6 @@ from kernels import lora, reference
 from kernels.affine import apply_affine
 from kernels.table import SMALL_RANK, AdapterTable, Chunks, Group
 
-if lora.HAS_TRITON:
-    from kernels import bgmv, sgmv, tall
-
 SIDE_ROWS = 16  # rows a chunk up to which the base product waits for memory, not for the tensor cores
 RESERVED_MULTIPROCESSORS = 8  # stream adapters while a product runs; more would slow the product down
 
@@ -72,6 +69,8 @@ def _beside(
         y = base(x)
         reference.add_lora(y, x, table, layer, group, chunks.segments())
         return y, None
+    from kernels import bgmv, sgmv, tall
+
     if chunks.rows_per_chunk > SIDE_ROWS:
         y = base(x)
         lora.add_chunks(y, x, table, layer, group, chunks)

@@ -8,8 +8,6 @@ from kernels import reference
 from kernels.table import SMALL_RANK, AdapterTable, Chunks, Group, LoraRows
 
 HAS_TRITON = find_spec("triton") is not None
-if HAS_TRITON:
-    from kernels import bgmv, sgmv, tall
 
 ROWS_PER_CHUNK = ((64, 1), (512, 16))  # (rows of the batch, rows of a chunk)
 MOST_ROWS_PER_CHUNK = 64
@@ -45,6 +43,8 @@ def add_lora(y: Tensor, x: Tensor, table: AdapterTable, layer: int, group: Group
 
 def add_chunks(y: Tensor, x: Tensor, table: AdapterTable, layer: int, group: Group, chunks: Chunks) -> None:
     """`add_lora` on a GPU, given the work list alone, which covers all rows."""
+    from kernels import bgmv, sgmv, tall
+
     if chunks.rows_per_chunk > 1:
         sgmv.sgmv_expand(y, sgmv.sgmv_shrink(x, table, layer, group, chunks), table, layer, group, chunks)
         return
@@ -64,6 +64,8 @@ def small_delta(
         x, table, layer, group, chunks: As above.
         v: Room from `kernels.bgmv.shrunk`, or None to allocate.
     """
+    from kernels import bgmv
+
     v = bgmv.bgmv_shrink(x, table, layer, group, chunks, v)
     bgmv.bgmv_expand(out, v, table, layer, group, chunks, add=False)
 
@@ -75,5 +77,7 @@ def tall_delta(
 
     `v`: room from `kernels.tall.shrunk`, or None.
     """
+    from kernels import tall
+
     v = tall.tall_shrink(x, table, layer, group, chunks, v)
     tall.tall_expand(out, v, table, layer, group, chunks, add=False)

@@ -20,8 +20,9 @@ from kernels.sgmv import expand_columns, expand_columns_deep, shrink_tile
 from kernels.table import SMALL_RANK, TILE_ROWS, AdapterTable, Chunks, Group
 
 MIN_CHUNKS = 64  # one variant of the kernels for all shorter lists
-PROGRAMS = 264  # two for each multiprocessor of an H200
+SHRINK_PROGRAMS, EXPAND_PROGRAMS = 528, 264  # four and two for each multiprocessor of an H200
 BYTES_IN = 256  # of a row of A or of x at once
+BLOCK_RANK = 64  # of A at once
 BLOCK_OUT = 128
 STAGES = 3
 
@@ -44,11 +45,12 @@ def tall_shrink(
     (num_rows, in_features), num_modules, splits = x.shape, len(group.modules), num_splits(group)
     block_in = BYTES_IN // x.element_size()
     out = shrunk(x, table, group) if out is None else out
-    _shrink[min(PROGRAMS, chunks.list.shape[0] * splits * num_modules),](
+    _shrink[min(SHRINK_PROGRAMS, chunks.list.shape[0] * splits * num_modules),](
         x, table.weights, table.entries, out, chunks.list, chunks.list.shape[0], num_rows, layer, group.modules[0],
         table.num_layers, x.stride(0), in_features, triton.cdiv(triton.cdiv(in_features, splits), block_in) * block_in,
         **constants(table), MAX_RANK=table.max_rank, SMALL=SMALL_RANK, CHUNKS=_room(chunks), GROUP_SIZE=num_modules,
-        SPLITS=splits, BLOCK_ROWS=TILE_ROWS, BLOCK_IN=block_in, OVERLAP=x.is_cuda, num_warps=4, num_stages=STAGES,
+        SPLITS=splits, BLOCK_ROWS=TILE_ROWS, BLOCK_RANK=BLOCK_RANK, BLOCK_IN=block_in, OVERLAP=x.is_cuda,
+        num_warps=4, num_stages=STAGES,
     )  # fmt: skip
     return out
 
@@ -59,7 +61,7 @@ def tall_expand(
     """See `kernels.reference.bgmv_expand`, and `kernels.bgmv.bgmv_expand` for `add`."""
     splits, num_rows, num_modules, _ = v.shape
     blocks = column_blocks(group, BLOCK_OUT)
-    _expand[min(PROGRAMS, chunks.list.shape[0] * blocks.num_blocks),](
+    _expand[min(EXPAND_PROGRAMS, chunks.list.shape[0] * blocks.num_blocks),](
         y, v, table.weights, table.entries, chunks.list, chunks.list.shape[0], num_rows, layer, group.modules[0],
         table.num_layers, y.stride(0), blocks.end0, blocks.end1, blocks.end2, blocks.num_blocks,
         **constants(table), MAX_RANK=table.max_rank, SMALL=SMALL_RANK, CHUNKS=_room(chunks), GROUP_SIZE=num_modules,
@@ -91,9 +93,9 @@ def _tall_tiles(
 
 
 @triton.jit
-def _read_tile(chunks, numbers, order, tile, BLOCK_ROWS: tl.constexpr):
-    """Slot, rows (int64) and which of them exist, of the tall tile number `tile`, from 0."""
-    chunk = chunks + tl.sum(tl.where(order == tile + 1, numbers, 0)) * 4
+def _read_tile(chunks, number, BLOCK_ROWS: tl.constexpr):
+    """Slot, rows (int64) and which of them exist, of the tile that starts at chunk `number`."""
+    chunk = chunks + number * 4
     places = tl.arange(0, BLOCK_ROWS)
     return tl.load(chunk), tl.load(chunk + 1).to(tl.int64) + places, places < tl.load(chunk + 3)
 
@@ -105,28 +107,32 @@ def _shrink(
     x, weights, entries, v, chunks, num_chunks, num_rows, layer, first_module,
     num_layers, stride_x, in_features, split_size,
     UNIT: tl.constexpr, MODULES: tl.constexpr, MAX_RANK: tl.constexpr, SMALL: tl.constexpr, CHUNKS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_IN: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    BLOCK_IN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     let_next_start(OVERLAP)
-    numbers, order, _ = _tall_tiles(
+    numbers, _, ranks = _tall_tiles(
         chunks, num_chunks, entries, layer, first_module, num_layers, GROUP_SIZE, MODULES, SMALL, CHUNKS
     )
-    for work in range(tl.program_id(0), tl.max(order, 0) * (SPLITS * GROUP_SIZE), tl.num_programs(0)):
-        slot, rows, row_mask = _read_tile(chunks, numbers, order, work // (SPLITS * GROUP_SIZE), BLOCK_ROWS)
-        index, split = work % GROUP_SIZE, work // GROUP_SIZE % SPLITS
+    # A unit of work is a block of ranks of a tile, in one module and one part of K: all take as many bytes of A.
+    blocks = tl.cdiv(ranks, BLOCK_RANK)
+    ends = tl.cumsum(blocks, 0)
+    for work in range(tl.program_id(0), tl.max(ends, 0) * (SPLITS * GROUP_SIZE), tl.num_programs(0)):
+        block, index, split = work // (SPLITS * GROUP_SIZE), work % GROUP_SIZE, work // GROUP_SIZE % SPLITS
+        is_here = (block < ends) & (block >= ends - blocks)
+        slot, rows, row_mask = _read_tile(chunks, tl.sum(tl.where(is_here, numbers, 0)), BLOCK_ROWS)
+        r0 = (block - tl.sum(tl.where(is_here, ends - blocks, 0))) * BLOCK_RANK
         entry = entries + ((slot * num_layers + layer) * MODULES + first_module + index) * 4
         rank = tl.load(entry + 2)
         a = weights + tl.multiple_of(tl.load(entry).to(tl.int64) * UNIT, UNIT)
         begin = split * split_size
         end = tl.minimum(begin + split_size, in_features)
-        x_rows = x + rows[:, None] * stride_x
         v_rows = v + ((split * num_rows + rows[:, None]) * GROUP_SIZE + index) * MAX_RANK
-        if rank <= 32:
-            shrink_tile(x_rows, a, v_rows, row_mask, 0, rank, begin, end, in_features, BLOCK_ROWS, 32, BLOCK_IN)
-        else:
-            for r0 in range(0, rank, 64):
-                shrink_tile(x_rows, a, v_rows, row_mask, r0, rank, begin, end, in_features, BLOCK_ROWS, 64, BLOCK_IN)
+        if r0 < rank:
+            shrink_tile(
+                x + rows[:, None] * stride_x, a, v_rows, row_mask, r0, rank, begin, end, in_features,
+                BLOCK_ROWS, BLOCK_RANK, BLOCK_IN,
+            )  # fmt: skip
 
 
 @triton.jit(
@@ -153,7 +159,7 @@ def _expand(
     end_tile = tl.sum((is_tall & (before * num_blocks < end_share)).to(tl.int32))
     wait_for_previous(OVERLAP)
     for tile in range(first_tile, end_tile):
-        slot, rows, row_mask = _read_tile(chunks, numbers, order, tile, BLOCK_ROWS)
+        slot, rows, row_mask = _read_tile(chunks, tl.sum(tl.where(order == tile + 1, numbers, 0)), BLOCK_ROWS)
         cost = tl.sum(tl.where(order == tile + 1, costs, 0))
         passed = tl.sum(tl.where(order == tile + 1, before, 0)) * num_blocks
         first_block = tl.cdiv(tl.maximum(begin_share - passed, 0), cost)

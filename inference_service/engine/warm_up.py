@@ -54,6 +54,7 @@ def warm_up(runner: "CudaRunner") -> None:
         _compile(runner)
         torch.cuda.synchronize(runner.device)
     with _timed("graphs captured"):
+        torch.cuda.empty_cache()  # as capturing does
         free, _ = torch.cuda.mem_get_info(runner.device)
         runner.capture_graphs()
         torch.cuda.synchronize(runner.device)
@@ -90,12 +91,19 @@ def _run_padding(runner: "CudaRunner") -> None:
 
 
 def _kinds(runner: "CudaRunner") -> Iterator[Kind]:
-    """Those that are captured, and those of so many tokens that they are not."""
+    """Those that are captured, and those of so many tokens that they are not.
+
+    Of the latter the libraries' products depend on the number of tokens, our kernels on the rest: so all of the rest is
+    run with the fewest and the most tokens, and between them one after the other.
+    """
     kinds, limits = runner.kinds, runner.limits
     yield from kinds.captured()
     largest = limits.max_batched_tokens
-    for num_tokens in (*range(kinds.most_captured(0) + 1, largest, LARGE_STEP), largest):
-        for num_decodes, max_rank in product((0, 1, limits.max_num_seqs), (0, MAX_RANK)):
+    sizes = (*range(kinds.most_captured(0) + 1, largest, LARGE_STEP), largest)
+    rest = tuple(product((0, 1, limits.max_num_seqs), (0, MAX_RANK)))
+    for number, num_tokens in enumerate(sizes):
+        chosen = rest if num_tokens in (sizes[0], largest) else (rest[number % len(rest)],)
+        for num_decodes, max_rank in chosen:
             yield kinds.exact(num_tokens, num_decodes, 1, max_rank)
     yield kinds.exact(largest, 0, 1, MAX_RANK, has_affine=True)
 

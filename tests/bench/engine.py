@@ -12,6 +12,7 @@ import logging
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,17 +113,15 @@ def run(bench: Bench, requests: int, prompt: int, output: int, adapters: int, se
     return Finished(arrivals, time.perf_counter() - started)
 
 
-def workload_d(bench: Bench, adapters: int, rank: int, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+def workload_d(bench: Bench, adapters: int, rank: int, sizes: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """Time per output token, ms: median over requests, twice."""
-    rows = []
     for requests in sizes:
         values = []
         for repeat in range(3):
             done = run(bench, requests, 128, 256, adapters, seed=1000 * requests + 10 * adapters + repeat)
             values.append(1e3 * statistics.median((t[-1] - t[0]) / (len(t) - 1) for t in done.arrivals.values()))
         peer = PEER_D.get((adapters, rank, requests))
-        rows.append({"load": "D", "adapters": adapters, "rank": rank, "N": requests, "ms": values[1:], "peer": peer})
-    return rows
+        yield {"load": "D", "adapters": adapters, "rank": rank, "N": requests, "ms": values[1:], "peer": peer}
 
 
 def workload_t(bench: Bench, adapters: int, rank: int) -> list[dict[str, Any]]:
@@ -199,16 +198,28 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     counts = [int(n) for n in arguments.counts.split(",")]
     for count in counts:
-        if "C" in arguments.loads and count <= 1:
-            rows += workload_c(bench, count, arguments.rank)
-        if "D" in arguments.loads:
-            rows += workload_d(bench, count, arguments.rank, tuple(n for n in (1, 8, 32) if n >= count))
-        if "T" in arguments.loads and count != 1:
-            rows += workload_t(bench, count, arguments.rank)
-    for row in rows:
-        print("  ".join(f"{k}={v if not isinstance(v, list) else [round(x, 2) for x in v]}" for k, v in row.items()))
+        for row in measure(bench, arguments.loads, count, arguments.rank):
+            rows.append(row)
+            print("  ".join(f"{name}={rounded(value)}" for name, value in row.items()), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows))
+
+
+def measure(bench: Bench, loads: str, count: int, rank: int) -> Iterator[dict[str, Any]]:
+    """One row for each of `loads` and number of requests, with `count` adapters in use."""
+    if "C" in loads and count <= 1:
+        yield from workload_c(bench, count, rank)
+    if "D" in loads:
+        yield from workload_d(bench, count, rank, tuple(n for n in (1, 8, 32) if n >= count))
+    if "T" in loads and count != 1:
+        yield from workload_t(bench, count, rank)
+
+
+def rounded(value: Any) -> Any:
+    """For the eye: two digits, in lists of lists as well."""
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return round(value, 2) if isinstance(value, float) else value
 
 
 if __name__ == "__main__":
