@@ -5,6 +5,7 @@
     working-set  64, 256 and 1,000 adapters, uniform and Zipf(1.0), on an arena for 32.
     swap         16 adapters on an arena for 8, four requests a second, beside 8 adapters that are resident; and what a
                  load takes, cold and from host memory, beside reading and hashing the file and the bare copy.
+    long-swap    the same with 4,096 tokens in and 2,048 out, where adapters make room only at the age limit.
 
 On a GPU the model has Llama-3.1-8B's shape and random weights; on a CPU it is SmolLM2-135M-Instruct. Adapters are
 random.
@@ -36,6 +37,7 @@ BASE_MODEL = "bench"
 REGISTRATIONS = 8  # at a time
 QV = ("q_proj", "v_proj")
 LONG = 7000  # tokens of a stream that is ended by its client
+AGE_LIMIT = 5.0  # seconds, of long-swap
 
 
 class Setting(NamedTuple):
@@ -242,33 +244,69 @@ async def _working_set(
 # ---- swapping
 
 
+class Rate(NamedTuple):
+    """Requests that arrive evenly: so many a second, in all, tokens in and out."""
+
+    per_second: float
+    requests: int
+    prompt: int
+    output: int
+
+
 async def swaps(setting: Setting, folder: Path) -> dict[str, Any]:
     """16 adapters on an arena for 8, beside 8; four requests a second, host tier warm."""
-    names = [f"swap-{n}" for n in range(16)]
-    store = folder / "swaps"
-    write_adapters(store, names, setting.model, setting.rank, setting.modules)
-    rate, count = (4.0, 48) if setting.scale == 1 else (1.0, 20)
-    prompt, output = (512, 128) if setting.scale == 1 else (64, 16)
-    report: dict[str, Any] = {}
-    async with service(setting, store, 8, 20) as (client, run):
+    rate = Rate(4.0, 48, 512, 128) if setting.scale == 1 else Rate(1.0, 20, 64, 16)
+    names = _swapped(setting, folder / "swaps")
+    async with service(setting, folder / "swaps", 8, 20) as (client, run):
         await register_all(client, names)
-        report["load"] = await _loading(client, names, store / names[0] / "adapter_model.safetensors")
+        report: dict[str, Any] = {
+            "load": await _loading(client, names, folder / "swaps" / names[0] / "adapter_model.safetensors")
+        }
         for label, pool in (("resident", names[:8]), ("16 on 8", names), ("resident again", names[:8])):
-            for name in pool[:8]:
-                await load(client, name)
-            chooser = random.Random(label)  # other prompts each time, or they would be cached
-            start = time.monotonic() + 1.0
-            asks = [
-                Ask(chooser.choice(pool), prompt, output, chooser.randrange(1 << 24), at=start + n / rate)
-                for n in range(count)
-            ]
-            before = await status(client)
-            seen = await run.run(asks)
-            report[label] = _summary(seen, time.monotonic() - start) | _loads(before, await status(client), count)
+            report[label] = await _at_rate(client, run, label, pool, rate)
     report["ratio of median first tokens"] = report["16 on 8"]["first token p50 ms"] / min(
         report[label]["first token p50 ms"] for label in ("resident", "resident again")
     )
     return report
+
+
+async def long_swaps(setting: Setting, folder: Path) -> dict[str, Any]:
+    """The same with long prompts and answers: every adapter in the arena is in use until the age limit frees one."""
+    rate = Rate(4.0, 48, 4096, 2048) if setting.scale == 1 else Rate(1.0, 20, 256, 128)
+    names = _swapped(setting, folder / "long-swaps")
+    async with service(setting, folder / "long-swaps", 8, 20, f"--adapter-age-limit={AGE_LIMIT}") as (client, run):
+        await register_all(client, names)
+        for name in names:
+            await load(client, name)  # into the host tier
+        report: dict[str, Any] = {"age limit s": AGE_LIMIT}
+        for label, pool in (("resident", names[:8]), ("16 on 8", names)):
+            report[label] = await _at_rate(client, run, label, pool, rate)
+    report["ratio of goodput"] = report["16 on 8"]["tok/s"] / report["resident"]["tok/s"]
+    return report
+
+
+def _swapped(setting: Setting, store: Path) -> list[str]:
+    """Names of 16 adapters that are written to `store`."""
+    names = [f"swap-{n}" for n in range(16)]
+    write_adapters(store, names, setting.model, setting.rank, setting.modules)
+    return names
+
+
+async def _at_rate(
+    client: Client, run: ClientProcesses, label: str, pool: Sequence[str], rate: Rate
+) -> dict[str, float]:
+    """Requests for adapters of `pool` at random, eight of which are on the device when the first one comes."""
+    for name in pool[:8]:
+        await load(client, name)
+    chooser = random.Random(f"{label} {rate}")  # other prompts each time, or they would be cached
+    start = time.monotonic() + 1.0
+    asks = [
+        Ask(chooser.choice(pool), rate.prompt, rate.output, chooser.randrange(1 << 24), at=start + n / rate.per_second)
+        for n in range(rate.requests)
+    ]
+    before = await status(client)
+    seen = await run.run(asks)
+    return _summary(seen, time.monotonic() - start) | _loads(before, await status(client), rate.requests)
 
 
 async def _loading(client: Client, names: Sequence[str], file: Path) -> dict[str, float]:
@@ -343,10 +381,11 @@ def _summary(seen: Sequence[Seen], seconds: float) -> dict[str, float]:
         "tok/s": sum(len(s.arrivals) for s in done) / seconds,
         "first token p50 ms": 1e3 * quantile(firsts, 0.5),
         "first token p99 ms": 1e3 * quantile(firsts, 0.99),
+        "first token max ms": 1e3 * quantile(firsts, 1.0),
     }
 
 
-SCENARIOS = {"gaps": gaps, "working-set": working_sets, "swap": swaps}
+SCENARIOS = {"gaps": gaps, "working-set": working_sets, "swap": swaps, "long-swap": long_swaps}
 
 
 async def measure(device: str, scenarios: Sequence[str], sizes: tuple[int, ...]) -> dict[str, Any]:
