@@ -98,9 +98,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write JSON."""
-    options = parse()
+    options = parse(arguments)
     model, bandwidth = MODELS[options.model], copy_bandwidth(options.device)
     print(f"{options.device} {DTYPES[options.device]}, copy bandwidth {bandwidth / 1e9:.0f} GB/s")
     results: dict[str, object] = {"copy_bandwidth": bandwidth}

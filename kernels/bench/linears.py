@@ -21,6 +21,7 @@ TARGETS = {
     ("gate_up", "distinct", 64, 16): (35.0, 26.0),
     ("gate_up", "16 prompts", 8192, 16): (320.0, 270.0),
 }
+MOST_ERROR = 0.02  # of a peer's result, of the largest number in it: both may round to bfloat16 on the way
 NO_TARGET = (float("nan"), float("nan"))
 MIXED_RATIO = (1.8, 1.3)  # to the floor, of "all-ranks" at 32 rows
 
@@ -65,7 +66,11 @@ class OurKernels:
 def measure(
     names: tuple[str, str], group: Group, load: Workload, device: str, bandwidth: float, peer: type[Peer] | None
 ) -> Result:
-    """A line for the projection and the workload with these names."""
+    """A line for the projection and the workload with these names.
+
+    Raises:
+        ValueError: the peer's kernels compute something else.
+    """
     dtype, rows, rank = DTYPES[device], len(load.row_slots), load.ranks[0]
     nbytes = bytes_touched(group, load, dtype)
     layers = min(MAX_LAYERS, max(2, ROTATED_BYTES[device] // nbytes))
@@ -74,12 +79,25 @@ def measure(
         torch.randn(layers, rows, width, device=device, dtype=dtype) for width in (group.in_features, group.columns[-1])
     )
     kinds: list[type[Peer]] = [OurKernels] if peer is None else [OurKernels, peer]
-    micros = [_time_layers(kind(table, group, load), xs, ys, device) / layers * 1e6 for kind in kinds]
+    kernels = [kind(table, group, load) for kind in kinds]
+    for each in kernels[1:]:
+        _check(each, kernels[0], xs[0], ys[0])
+    micros = [_time_layers(each, xs, ys, device) / layers * 1e6 for each in kernels]
     floor = nbytes / bandwidth * 1e6
     target, aim = TARGETS.get((*names, rows, rank), NO_TARGET) if device == "cuda" else NO_TARGET
     if names[1] == "all-ranks" and rows == 32:
         target, aim = MIXED_RATIO[0] * floor, MIXED_RATIO[1] * floor
     return Result(*names, rows, rank, micros[0], floor, target, aim, micros[1] if peer else float("nan"))
+
+
+def _check(peer: Peer, ours: Peer, x: Tensor, y: Tensor) -> None:
+    """Time means nothing where the result is wrong. Ours is compared with float64 by the tests."""
+    found, expected = y.clone(), y.clone()
+    peer.shrink_expand(found, x, 0)
+    ours.shrink_expand(expected, x, 0)
+    error, most = (found - expected).abs().max().item(), MOST_ERROR * expected.abs().max().item()
+    if not error <= most:
+        raise ValueError(f"{type(peer).__name__} is wrong by {error:.3g}, which is more than rounding ({most:.3g})")
 
 
 def _time_layers(kernels: Peer, xs: Tensor, ys: Tensor, device: str) -> float:

@@ -62,7 +62,9 @@ def row(share: float, seconds: float, seen: Sequence[Seen]) -> dict[str, Any]:
 async def measure(setting: Setting, folder: Path, seconds: float, rounds: int) -> list[dict[str, Any]]:
     """Start the services, find out what they can answer, and ask for the shares of that."""
     names = [f"bench-{number}" for number in range(NUM_ADAPTERS)]
+    started = time.monotonic()
     async with serving(setting, folder, names) as (stack, _):
+        print(f"serving, adapters registered, after {time.monotonic() - started:.1f} s", flush=True)
         clients = ClientProcesses(stack.inference.address, setting.clients, model_config(setting).vocab_size)
         try:
             asks = Asks(setting, [each for name in names for each in ("", name)])
