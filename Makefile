@@ -98,6 +98,7 @@ bench-soak: setup-dev model
 
 bench-kernels: setup-dev
 	$(BIN)/python -m kernels.bench --json build/bench-kernels.json
+	$(BIN)/python -m kernels.bench.ops --json build/bench-ops.json
 
 bench-engine: setup-dev
 	$(BIN)/python -m tests.bench.engine --json build/bench-engine-r16.json

@@ -9,7 +9,7 @@ from rich.console import Console
 from examples.prompts import ADAPTERS
 from examples.stack import ROOT, Stack, register, wait_for_base_model
 
-REGISTRY, INFERENCE = "127.0.0.1:50051", "127.0.0.1:50052"
+REGISTRY, INFERENCE, METRICS = "127.0.0.1:50051", "127.0.0.1:50052", "127.0.0.1:50054"
 
 NEXT = """
 [bold]Both services are up.[/bold] Registry {registry}, inference {inference}; logs in {folder}. Ctrl-C stops them.
@@ -20,16 +20,17 @@ Try in another terminal:
   .venv/bin/loraplex generate --chat --max-tokens 60 --temperature 0 --adapter {first} "What is the capital of France?"
   .venv/bin/loraplex adapter register mine --base-model smollm2-135m-instruct --source file://examples/{first}
   .venv/bin/loraplex status
+  curl http://{metrics}/metrics
 """
 
 
-async def serve(registry: str, inference: str) -> None:
+async def serve(registry: str, inference: str, metrics: str) -> None:
     console = Console()
     folder = ROOT / "var" / "serve"
     stop = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    stack = Stack(folder, registry=registry, inference=inference)
+    stack = Stack(folder, registry=registry, inference=inference, flags=[f"--metrics-listen={metrics}"])
     starting = asyncio.ensure_future(start(console, stack))
     stopping = asyncio.ensure_future(stop.wait())
     try:
@@ -37,7 +38,9 @@ async def serve(registry: str, inference: str) -> None:
         if stop.is_set():
             return
         await starting
-        text = NEXT.format(registry=registry, inference=inference, folder=folder, first=ADAPTERS[0].name)
+        text = NEXT.format(
+            registry=registry, inference=inference, metrics=metrics, folder=folder, first=ADAPTERS[0].name
+        )
         console.print(text, highlight=False, soft_wrap=True)
         ended = [asyncio.ensure_future(p.process.wait()) for p in (stack.registry, stack.inference) if p.process]
         await asyncio.wait([stopping, *ended], return_when=asyncio.FIRST_COMPLETED)
@@ -64,8 +67,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--registry", default=REGISTRY, help="address of the registry service")
     parser.add_argument("--inference", default=INFERENCE, help="address of the inference service")
+    parser.add_argument("--metrics", default=METRICS, help="address of the replica's metrics")
     arguments = parser.parse_args()
-    asyncio.run(serve(arguments.registry, arguments.inference))
+    asyncio.run(serve(arguments.registry, arguments.inference, arguments.metrics))
 
 
 if __name__ == "__main__":

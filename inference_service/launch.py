@@ -30,6 +30,9 @@ _STOP_SECONDS = 10.0
 # glibc raises its threshold for blocks that go back to the system to the largest that was freed, and the engine's
 # tensors, of a new size each step, then leave a heap that grows by gigabytes. A threshold that was set stays.
 _ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(128 << 10)}
+# API processes start text workers, uvloop does that with fork, and gRPC would start its threads again in the child:
+# often enough these crash before the child has become a worker. Read when grpc is imported.
+_NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 
 class BaseModel(NamedTuple):
@@ -108,7 +111,16 @@ def child_specs(config: InferenceConfig, base: BaseModel, folder: Path, host_are
             environment={"TRITON_CACHE_DIR": str(kernel_cache(config)), **_ALLOCATOR},  # read when triton is imported
         ),
         *(
-            _spec("api", "inference_service.server", api, api, stage=0, grace=api_grace, hears_events=True)
+            _spec(
+                "api",
+                "inference_service.server",
+                api,
+                api,
+                stage=0,
+                grace=api_grace,
+                hears_events=True,
+                environment=_NO_FORK_HANDLERS,
+            )
             for _ in range(config.api_processes)
         ),
     ]

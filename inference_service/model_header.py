@@ -7,6 +7,7 @@ from shared.errors import InvalidArgument
 from shared.references import parse_reference
 
 MODEL_HEADER = "x-llm-d-model-name-rewrite"
+OLD_MODEL_HEADER = "x-gateway-model-name-rewrite"  # its name in gateways of before; counts where the other is missing
 
 
 class AdapterRequest(Protocol):
@@ -18,20 +19,23 @@ class AdapterRequest(Protocol):
 def name_adapter(request: AdapterRequest, context: Any, model_id: str) -> None:
     """Sets `request.adapter` to what the header names, which is authorized as if the request had named it.
 
-    The header counts only where the request names no adapter and no blend. The base model's id, or its resource name,
-    means the base model.
+    The header counts only where the request names no adapter and no blend, and its old name only where the present one
+    is missing, as in the gateway. The base model's id, or its resource name, means the base model.
 
     Raises:
         InvalidArgument: the header is there more than once, or is no reference; names the header.
     """
     if request.adapter or getattr(request, "blend", None):
         return
-    names = [value for key, value in context.invocation_metadata() or () if key == MODEL_HEADER]
-    if not names:
+    metadata = context.invocation_metadata() or ()
+    for header in (MODEL_HEADER, OLD_MODEL_HEADER):
+        if names := [str(value) for key, value in metadata if key == header]:
+            break
+    else:
         return
     if len(names) > 1:
-        raise InvalidArgument.of(MODEL_HEADER, f"names {len(names)} adapters; a request is for one")
-    name = str(names[0])
+        raise InvalidArgument.of(header, f"names {len(names)} adapters; a request is for one")
+    (name,) = names
     if name not in (model_id, f"baseModels/{model_id}"):
-        parse_reference(name, caller_of(context).namespace, MODEL_HEADER)
+        parse_reference(name, caller_of(context).namespace, header)
         request.adapter = name  # as the gateway says it, which also looks for this name in the metrics

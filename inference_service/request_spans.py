@@ -26,9 +26,14 @@ def add_spans(record: RequestRecord) -> None:
     span.add_children(_phases(record))
 
 
+def operation_of(record: RequestRecord) -> str:
+    """By GenAI's conventions."""
+    return "chat" if record.request.HasField("chat") else "text_completion"
+
+
 def _request(record: RequestRecord) -> Attributes:
     attributes: Attributes = {
-        "gen_ai.operation.name": "chat" if record.request.HasField("chat") else "text_completion",
+        "gen_ai.operation.name": operation_of(record),
         "gen_ai.provider.name": "loraplex",
         "gen_ai.request.model": record.adapter_name or record.model,
         "loraplex.base_model": record.model,

@@ -27,6 +27,7 @@ from inference_service.config import ApiStart
 from inference_service.control_servicer import ControlServicer
 from inference_service.engine.client import EngineClient
 from inference_service.request_log import write_line
+from inference_service.request_measures import RequestMeasures
 from inference_service.request_record import Reader, RequestJournal
 from inference_service.request_spans import add_spans
 from inference_service.request_stats import RequestMeter, keep_reporting
@@ -46,7 +47,7 @@ from shared.errors import EngineUnavailable, InvalidArgument, LoraplexError
 from shared.grpc_server import BoundServer, create_server, drain
 from shared.limits import USUAL_LIMITS, LimitSettings
 from shared.rates import TenantBuckets
-from shared.tracing import start_tracing
+from shared.tracing import start_metrics, start_tracing
 
 log = logging.getLogger(__name__)
 
@@ -216,6 +217,8 @@ async def run() -> None:
     if tracing is not None:
         adapters.traceparent = tracing.traceparent
         readers.append(add_spans)
+    if (sent := start_metrics(settings.otlp_endpoint, "loraplex-inference", "api")) is not None:
+        readers.append(RequestMeasures(sent))
     if settings.log_requests:
         readers.append(write_line)
     meter = RequestMeter()
@@ -250,8 +253,7 @@ async def run() -> None:
         task.cancel()
     await engine.close()
     await adapters.close()
-    if tracing is not None:
-        await asyncio.to_thread(tracing.close)
+    await asyncio.gather(*(asyncio.to_thread(each.close) for each in (tracing, sent) if each is not None))
 
 
 def _requests(settings: ApiStart) -> TenantBuckets:

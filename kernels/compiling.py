@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import triton
@@ -41,9 +40,9 @@ def compiling(threads: int) -> Iterator[None]:
     def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
         return launch(kernel, *args, warmup=True, **options)
 
-    with (
-        _Compilers(threads) as executor,
-        triton.AsyncCompileMode(executor, ignore_errors=True),
-        patch.object(JITFunction, "run", compile_only),
-    ):
-        yield
+    with _Compilers(threads) as executor, triton.AsyncCompileMode(executor, ignore_errors=True):
+        JITFunction.run = compile_only
+        try:
+            yield
+        finally:
+            JITFunction.run = launch

@@ -118,7 +118,7 @@ class AdapterChanges:
             now = datetime.now(UTC)
             version.state, version.delete_time, version.purge_time = DELETED, now, now + self._keep
             await session.flush()
-            return DeletedVersion(adapter, version, await commit_change(session, adapter, UPSERT, now))
+            return DeletedVersion(adapter, version, await commit_change(session, adapter, UPSERT, now, number))
 
         deleted = await self._database.write(work)
         self._cache.forget(name.namespace, name.adapter, deleted.revision)

@@ -1,6 +1,6 @@
 """`export` and `restore`: everything that was registered as JSON lines, whichever of the databases it lies in.
 
-    {"format": "loraplex-registry", "schema": "0005"}
+    {"format": "loraplex-registry", "schema": "0006"}
     {"table": "base_models", "row": {…}}                 every row, those that others refer to first
     {"end": 5}                                           the number of rows
 
@@ -34,7 +34,7 @@ from registry_service.models import (
 from shared.errors import FailedPrecondition, InvalidArgument, RegistryUnavailable
 
 FORMAT = "loraplex-registry"
-SAME_ROWS = ("0003", "0004")  # schemas of before whose rows are as today's; tables that they lack stay empty
+SAME_ROWS = ("0003", "0004", "0005")  # schemas of before whose rows are as today's; tables that they lack stay empty
 _ROWS_TOGETHER = 500
 _TABLES: dict[str, Table] = {
     model.__tablename__: model.__table__  # type: ignore[misc]  # a Table, as of every mapped class here

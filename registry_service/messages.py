@@ -174,6 +174,7 @@ def _change_message(change: LoggedChange) -> registry_pb2.AdapterChange:
         adapter=adapter_message(record.view),
         versions=[version_message(record.adapter, version) for version in versions],
         revision=change.revision,
+        deleted_version=change.deleted_version or 0,
     )
 
 

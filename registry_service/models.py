@@ -222,7 +222,7 @@ class RegistryState(Table):
 
 
 class Change(Table):
-    """One committed change of an adapter, in commit order."""
+    """One committed change of an adapter, in commit order. `deleted_version`: the one that it deleted, if it did."""
 
     __tablename__ = "changes"
     __table_args__ = (
@@ -234,6 +234,7 @@ class Change(Table):
     adapter_uid: Mapped[str] = mapped_column(ForeignKey("adapters.uid"))
     kind: Mapped[str] = mapped_column(String(16))
     create_time: Mapped[datetime]
+    deleted_version: Mapped[int | None] = mapped_column(Integer)
 
 
 class Replica(Table):

@@ -47,10 +47,11 @@ class AdapterRecord:
 
 @dataclass(frozen=True, eq=False)
 class LoggedChange:
-    """One entry of the log, and its adapter as it was when the entry was read."""
+    """One entry of the log, and its adapter as it was when the entry was read; `deleted_version`: see `Change`."""
 
     revision: int
     record: AdapterRecord
+    deleted_version: int | None = None
 
 
 class LogState(NamedTuple):
@@ -201,10 +202,10 @@ async def changes_after(session: AsyncSession, revision: int, limit: int) -> Log
     state = await log_state(session)
     if state.revision <= revision:
         return LogPage(state, (), state.revision)
-    query = select(Change.revision, Change.adapter_uid).where(Change.revision > revision)
+    query = select(Change.revision, Change.adapter_uid, Change.deleted_version).where(Change.revision > revision)
     rows = (await session.execute(query.order_by(Change.revision).limit(limit))).all()
     found = await _by_uid(session, {row.adapter_uid for row in rows}) if rows else {}
-    changes = [LoggedChange(row.revision, found[row.adapter_uid]) for row in rows]
+    changes = [LoggedChange(row.revision, found[row.adapter_uid], row.deleted_version) for row in rows]
     return LogPage(state, changes, changes[-1].revision if len(changes) == limit else state.revision)
 
 

@@ -7,12 +7,12 @@ looked at twice: before the files are read, so that a request that cannot succee
 import asyncio
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 from registry_service import registration_rules
 from registry_service.database import Database
 from registry_service.models import BaseModel
 from registry_service.quotas import Quotas
+from registry_service.readers import SourceReaders
 from registry_service.registration_rules import Registered, Registration
 from registry_service.repository import RequestKey
 from registry_service.single_flight import SingleFlight
@@ -21,11 +21,9 @@ from shared.base_model import parse_config
 from shared.errors import SourceUnavailable
 from shared.sources.policy import SourcePolicy
 
-VALIDATION_THREADS = 16  # most wait for their sources
-
 
 class Registrar:
-    """Registers adapters. Holds the registrations that run and the threads that read files."""
+    """Registers adapters. Holds the registrations that run."""
 
     def __init__(
         self, database: Database, policy: SourcePolicy, limits: Limits, quotas: Quotas, time_limit: float
@@ -36,7 +34,7 @@ class Registrar:
         self._limits = limits
         self._time_limit = time_limit
         self._flights: SingleFlight[Registered] = SingleFlight()
-        self._threads = ThreadPoolExecutor(VALIDATION_THREADS, thread_name_prefix="validation")
+        self._readers = SourceReaders()
 
     async def register(self, caller: str, request: Registration) -> Registered:
         """Register, or answer as before. With a request id the work outlives a caller that leaves; a retry joins it.
@@ -54,7 +52,7 @@ class Registrar:
     async def close(self) -> None:
         """Gives up what still runs."""
         await self._flights.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._readers.close()
 
     async def _limited(self, caller: str, request: Registration) -> Registered:
         try:
@@ -79,13 +77,9 @@ class Registrar:
     async def _validated(self, request: Registration, base: BaseModel) -> ValidatedAdapter:
         """The validation runs in a thread; it ends soon when nobody waits for it any more."""
         origin = Origin(request.source_uri, request.credential_ref, request.namespace)
-        stopping = threading.Event()
 
-        def work() -> ValidatedAdapter:
+        def work(stopping: threading.Event) -> ValidatedAdapter:
             model = parse_config(json.loads(base.config_json))
             return validate(origin, self._policy, stopping, base.id, model, self._limits)
 
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        finally:
-            stopping.set()
+        return await self._readers.read(origin, work)

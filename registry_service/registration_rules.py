@@ -112,11 +112,13 @@ def _adding(adapter: Adapter | None, checked: ValidatedAdapter) -> Amounts:
     return Amounts(int(adapter is None), 1, sum(file.size for file in checked.files))
 
 
-async def commit_change(session: AsyncSession, adapter: Adapter, kind: str, now: datetime) -> int:
+async def commit_change(
+    session: AsyncSession, adapter: Adapter, kind: str, now: datetime, deleted_version: int | None = None
+) -> int:
     """Gives the changed adapter a new etag and writes the change log: the last thing before commit. The revision."""
     adapter.generation += 1
     adapter.update_time = now
-    return await repository.record_change(session, adapter, kind, now)
+    return await repository.record_change(session, adapter, kind, now, deleted_version)
 
 
 async def _answered(session: AsyncSession, caller: str, request: Registration, now: datetime) -> Registered | None:

@@ -107,10 +107,13 @@ async def next_revision(session: AsyncSession) -> int:
     return int((await session.execute(counted)).scalar_one())
 
 
-async def record_change(session: AsyncSession, adapter: Adapter, kind: str, now: datetime) -> int:
+async def record_change(
+    session: AsyncSession, adapter: Adapter, kind: str, now: datetime, deleted_version: int | None = None
+) -> int:
     """Writes a change of `adapter` to the log, as the last thing in its transaction. Returns its revision."""
     number = await next_revision(session)
-    session.add(Change(revision=number, adapter_uid=adapter.uid, kind=kind, create_time=now))
+    row = Change(revision=number, adapter_uid=adapter.uid, kind=kind, create_time=now, deleted_version=deleted_version)
+    session.add(row)
     await session.flush()
     return number
 

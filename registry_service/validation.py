@@ -17,7 +17,7 @@ from shared.adapter_format.header import MAX_HEADER_BYTES, read_header
 from shared.adapter_format.reasons import file_invalid
 from shared.adapter_format.served import check_served
 from shared.adapter_format.summary import ModuleSummary, summarise
-from shared.adapter_format.texts import MAX_BYTES, text_files
+from shared.adapter_format.texts import MAX_BYTES, text_files, text_warnings
 from shared.base_model import ModelConfig, default_id
 from shared.digest import FileEntry, manifest_digest
 from shared.errors import AdapterInvalid, SourceUnavailable
@@ -92,7 +92,7 @@ def validate(
         SourceNotFound, SourceForbidden, SourceUnavailable: the files cannot be read, or changed while they were.
         AdapterInvalid, UnsupportedAdapter: metadata names the file, key or tensor.
     """
-    source, listing = _adapter_folder(origin, policy, stopping)
+    source, listing, above = _adapter_folder(origin, policy, stopping)
     names = adapter_files(listing)
     with source.open(names.config) as file:
         raw_config, config_entry = _read_config(file, names.config, limits.config)
@@ -107,23 +107,35 @@ def validate(
         pinned=source.pin(),
         lora=_facts(config, binding, model),
         num_tensors=binding.num_tensors,
-        warnings=(*binding.warnings, *_base_model_warnings(config, base_model)),
+        warnings=(
+            *binding.warnings,
+            *_base_model_warnings(config, base_model),
+            *text_warnings(listing, above, binding.extra_vocab),
+        ),
     )
 
 
-def _adapter_folder(origin: Origin, policy: SourcePolicy, stopping: threading.Event) -> tuple[Source, list[str]]:
-    """The folder with the adapter's files, and their names: `origin`, or the one in it that has the adapter's name."""
+class _Folder(NamedTuple):
+    """The folder with the adapter's files. `above`: what lies beside it, where another one was named."""
+
+    source: Source
+    names: list[str]
+    above: list[str]
+
+
+def _adapter_folder(origin: Origin, policy: SourcePolicy, stopping: threading.Event) -> _Folder:
+    """`origin`, or the folder in it that has the adapter's name."""
     asked = PinnedSource(origin.uri, credential_ref=origin.credential_ref)
     source = open_source(asked, origin.namespace, policy, stopping)
     listing = source.list()
     if CONFIG in listing or not isinstance(source, FolderedSource):
-        return source, listing
+        return _Folder(source, listing, [])
     folder = named_folder(listing, source.folders())
     if folder is None:
-        return source, listing
+        return _Folder(source, listing, [])
     below = asked._replace(uri=f"{asked.uri.rstrip('/')}/{folder}")
     source = open_source(below, origin.namespace, policy, stopping)
-    return source, source.list()
+    return _Folder(source, source.list(), listing)
 
 
 def _read_config(file: SourceFile, name: str, limit: int) -> tuple[bytes, FileEntry]:
@@ -172,7 +184,7 @@ def _check_does_something(binding: BindingPlan, nonzero: Set[str], file: str) ->
     kind = "lora_B" if all(b not in nonzero for _, b in pairs) else "lora_A"
     if kind == "lora_A" and any(a in nonzero for a, _ in pairs):
         kind = "lora_A or lora_B"
-    raise file_invalid(file, f"the adapter does nothing: every {kind} is all zero; was it saved before training?")
+    raise file_invalid(file, f"the adapter does nothing: every {kind} is all zero", "save it after training")
 
 
 class _Stream:

@@ -51,14 +51,7 @@ class Tracing:
     def __init__(self, endpoint: str, service: str, process: str) -> None:
         """`endpoint`: http://HOST:PORT of the collector; empty: what the OTEL_… variables say, which count for the rest
         as well (sampler, headers, certificates, resource attributes, batches)."""
-        own = {
-            "service.name": service,
-            "service.version": version("loraplex"),
-            "service.instance.id": f"{socket.gethostname()}:{os.getpid()}",
-            "loraplex.process": process,
-        }
-        resource = Resource.create(own).merge(OTELResourceDetector().detect())
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider = TracerProvider(resource=resource_of(service, process), shutdown_on_exit=False)
         self._exporter = OTLPSpanExporter(endpoint or None)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("loraplex", version("loraplex"))
@@ -144,6 +137,17 @@ class CallSpan:
         for name, start, end, attributes in phases:
             span = self._tracer.start_span(name, parent, attributes=attributes, start_time=int(start * 1e9) + offset)
             span.end(int(max(start, end) * 1e9) + offset)
+
+
+def resource_of(service: str, process: str) -> Resource:
+    """Who sends spans and metrics: this process, and what the OTEL_… variables say of it."""
+    own = {
+        "service.name": service,
+        "service.version": version("loraplex"),
+        "service.instance.id": f"{socket.gethostname()}:{os.getpid()}",
+        "loraplex.process": process,
+    }
+    return Resource.create(own).merge(OTELResourceDetector().detect())
 
 
 def _unix_offset() -> int:

@@ -1,16 +1,22 @@
-"""Whether a process traces, which costs nothing unless it does: OpenTelemetry is imported by `shared.spans` alone."""
+"""Whether a process traces and sends metrics to a collector, which costs nothing unless it does.
+
+OpenTelemetry is imported by `shared.spans` and `shared.otlp_metrics` alone.
+"""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from shared.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from shared.otlp_metrics import OtlpMetrics
     from shared.spans import Tracing
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_METRICS_ENDPOINTS = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PACKAGE = "opentelemetry"
 
 
@@ -34,21 +40,47 @@ def start_tracing(endpoint: str, service: str, process: str, env: Mapping[str, s
     Raises:
         InvalidArgument: a collector is named and the packages are not installed, or a variable is wrong.
     """
-    if not _is_wanted(endpoint, env):
+    if _is_off(env) or env.get("OTEL_TRACES_EXPORTER", "").lower() == "none":
         return None
-    try:
+    if not endpoint and not any(env.get(name) for name in _ENDPOINTS):
+        return None
+    with _errors_of_settings():
         from shared.spans import Tracing
+
+        return Tracing(endpoint, service, process)
+
+
+def start_metrics(
+    endpoint: str, service: str, process: str, env: Mapping[str, str] = os.environ
+) -> "OtlpMetrics | None":
+    """What this process sends metrics with; None unless OTEL_METRICS_EXPORTER is `otlp` and a collector is named.
+
+    Many collectors take traces only, so that being named for these is not enough.
+
+    Raises:
+        InvalidArgument: as `start_tracing`.
+    """
+    if _is_off(env) or env.get("OTEL_METRICS_EXPORTER", "").lower() != "otlp":
+        return None
+    if not endpoint and not any(env.get(name) for name in _METRICS_ENDPOINTS):
+        return None
+    with _errors_of_settings():
+        from shared.otlp_metrics import OtlpMetrics
+
+        return OtlpMetrics(endpoint, service, process)
+
+
+def _is_off(env: Mapping[str, str]) -> bool:
+    return env.get("OTEL_SDK_DISABLED", "").lower() == "true"
+
+
+@contextmanager
+def _errors_of_settings() -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != _PACKAGE:
             raise
         raise InvalidArgument.of("otlp_endpoint", "needs more packages: pip install 'loraplex[tracing]'") from None
-    try:
-        return Tracing(endpoint, service, process)
     except (ValueError, OSError) as error:  # of an OTEL_… variable
         raise InvalidArgument.of("otlp_endpoint", f"tracing cannot start: {error}") from error
-
-
-def _is_wanted(endpoint: str, env: Mapping[str, str]) -> bool:
-    if env.get("OTEL_SDK_DISABLED", "").lower() == "true" or env.get("OTEL_TRACES_EXPORTER", "").lower() == "none":
-        return False
-    return bool(endpoint) or any(env.get(name) for name in _ENDPOINTS)

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,17 +33,24 @@ class Build(NamedTuple):
 
     def manifests(self) -> list[Manifest]:
         """As kustomize renders them. Raises BuildError."""
-        with tempfile.TemporaryDirectory(dir=K8S, prefix=".build-") as folder:
-            # kustomize refuses absolute paths, so the folder lies among the manifests.
-            wanted = {
-                "resources": [f"../{self.overlay.relative_to(K8S)}"],
-                "components": [f"../components/{name}" for name in self.components],
-            }
-            (Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(wanted))
-            result = subprocess.run([str(KUBECTL), "kustomize", folder], capture_output=True, text=True)
-        if result.returncode:
-            raise BuildError(result.stderr.strip())
-        return list(yaml.safe_load_all(result.stdout))
+        wanted: dict[str, Any] = {
+            "resources": [f"../{self.overlay.relative_to(K8S)}"],
+            "components": [f"../components/{name}" for name in self.components],
+        }
+        if (namespace := _kustomization(self.overlay).get("namespace")) is not None:
+            wanted["namespace"] = namespace  # the overlay's own reaches nothing that is added above it
+        return rendered(wanted)
+
+
+def rendered(kustomization: Mapping[str, Any]) -> list[Manifest]:
+    """What kustomize makes of it in a folder beside `base`. Raises BuildError."""
+    with tempfile.TemporaryDirectory(dir=K8S, prefix=".build-") as folder:
+        # kustomize refuses absolute paths, so the folder lies among the manifests.
+        (Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(dict(kustomization)))
+        result = subprocess.run([str(KUBECTL), "kustomize", folder], capture_output=True, text=True)
+    if result.returncode:
+        raise BuildError(result.stderr.strip())
+    return list(yaml.safe_load_all(result.stdout))
 
 
 def overlays() -> list[Path]:

@@ -52,14 +52,22 @@ def _whole_errors(manifests: Sequence[Manifest]) -> Iterator[str]:
     )
     if not closed:
         yield "no NetworkPolicy denies everything by default"
+    namespaces = {item["metadata"].get("namespace") for item in manifests if item["kind"] != "Namespace"}
+    if len(namespaces) > 1:  # a policy, certificate or scrape that is elsewhere does nothing
+        yield f"lies in several namespaces: {', '.join(sorted(map(str, namespaces)))}"
     for item in manifests:
         if item["kind"] != "Deployment":
             continue
         name, template = item["metadata"]["name"], item["spec"]["template"]
         if template["metadata"]["labels"].get(PART_OF) != "loraplex":
             yield f"{name}: the default NetworkPolicy does not see its pods"
-        if name not in TOKEN_HOLDERS and str(item["spec"]["selector"]) not in budgets:
+        if name in TOKEN_HOLDERS:
+            continue
+        if str(item["spec"]["selector"]) not in budgets:
             yield f"{name}: no PodDisruptionBudget"
+        spread = template["spec"].get("topologySpreadConstraints", [])
+        if any(each["labelSelector"] != item["spec"]["selector"] for each in spread) or not spread:
+            yield f"{name}: its pods are not spread"
 
 
 def workload_errors(workload: Manifest) -> Iterator[str]:
@@ -109,5 +117,6 @@ def container_errors(container: dict[str, Any]) -> Iterator[str]:
     if ":" not in container["image"] or container["image"].endswith(":latest"):
         yield f"image {container['image']} is not pinned"
     resources = container.get("resources", {})
-    if not resources.get("requests", {}).keys() >= {"cpu", "memory"} or not resources.get("limits", {}).get("memory"):
+    wanted = {"cpu", "memory", "ephemeral-storage"}  # without the last, a full disk evicts it first
+    if not resources.get("requests", {}).keys() >= wanted or not resources.get("limits", {}).get("memory"):
         yield "has no resource requests or no memory limit"

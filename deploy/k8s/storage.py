@@ -64,6 +64,9 @@ def _size_errors(each: Running) -> Iterator[str]:
     limit = found[0].get("emptyDir", {}).get("sizeLimit") if found else None
     if limit and parse_size(config.disk_bytes) > CACHE_SHARE * parse_size(limit):
         yield f"disk_bytes {config.disk_bytes} is over {CACHE_SHARE:.0%} of {limit}: the pod would be evicted"
+    requested = each.container["resources"]["requests"].get("ephemeral-storage", "0")
+    if limit and parse_size(requested) < parse_size(config.disk_bytes):
+        yield f"asks for {requested} of the node's disk and may fill disk_bytes, {config.disk_bytes}"
     in_memory = [v["emptyDir"]["sizeLimit"] for v in each.pod["volumes"] if v.get("emptyDir", {}).get("medium")]
     used = parse_size(config.host_memory) + sum(map(parse_size, in_memory))
     if used > parse_size(each.container["resources"]["limits"]["memory"]):

@@ -18,6 +18,7 @@ from shared.model_folder import read_files
 
 _MOST_HELD = 32  # tokens without text; a character takes at most 4
 _REPLACEMENT = "\ufffd"
+_LEAVE_OUT = "register the adapter anew with a correct file, or without it for the base model's"
 
 
 class BaseText(NamedTuple):
@@ -60,7 +61,7 @@ class LoadedText:
                 self._template = ChatTemplate(source.text, special_tokens)
         except InvalidArgument as error:
             name = CHAT_TEMPLATE if CHAT_TEMPLATE in files else TOKENIZER_CONFIG
-            raise file_invalid(name, error.message) from None
+            raise file_invalid(name, error.message, _LEAVE_OUT) from None
 
     def facts(self) -> Loaded:
         """What an API process must know of it."""
@@ -114,7 +115,7 @@ def _tokenizer(data: bytes) -> Any:
     try:
         backend = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises bare Exception for whatever is wrong with the file
-        raise file_invalid(TOKENIZER, f"is not a tokenizer: {error!s:.200}") from None
+        raise file_invalid(TOKENIZER, f"is not a tokenizer: {error!s:.200}", _LEAVE_OUT) from None
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -150,7 +151,7 @@ def _check_vocabulary(own: Mapping[str, int], base: Mapping[str, int], vocab_siz
 
 
 def _contradiction(problem: str, token_id: int) -> AdapterInvalid:
-    error = file_invalid(TOKENIZER, problem)
+    error = file_invalid(TOKENIZER, problem, "save the tokenizer that the adapter was trained with")
     error.metadata["token_id"] = str(token_id)
     return error
 

@@ -3,8 +3,9 @@
 Without a watch an answer is believed for its ttl. A watch that is heard says that whatever it did not report is as it
 was, so each time it is heard the ttl begins anew; what it reports as changed is not believed from then on.
 
-A watch that cannot be resumed begins with a snapshot, maybe of another database. Until that is complete, what was
-answered before still serves while there is no other answer; from then on, only what the snapshot confirms.
+A watch that cannot be resumed begins anew, maybe with another database. What was answered before then is `unconfirmed`
+until it is asked for again, and serves only while there is no other answer. The watch of a process before this one can
+be resumed too: then those saved answers are right that nothing has changed since.
 """
 
 import math
@@ -13,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
+from inference_service.adapters.adapter_change import AdapterChange
 from inference_service.adapters.resolution import Resolution
 from inference_service.adapters.saved_answers import SavedAnswers
-from inference_service.adapters.snapshot import Snapshot
 
 MAX_ANSWERS = 50_000
 MAX_CHANGES = 50_000
@@ -34,9 +35,11 @@ class Answer(NamedTuple):
     is_earlier: bool = False
 
 
-class _Change(NamedTuple):
-    revision: int
-    deleted_at: int  # revision of the last deletion; 0: none was told
+class _Changes(NamedTuple):
+    """What was told of one adapter: `last` is how it is now, with all `deleted_versions`."""
+
+    last: AdapterChange
+    deleted_at: int  # revision of the last deletion of all of it; 0: none was told
 
 
 class Answers:
@@ -57,18 +60,18 @@ class Answers:
         self._clock = clock
         self._saved = saved
         self._answers: OrderedDict[str, Answer] = OrderedDict()
-        self._changes: dict[str, _Change] = {}  # the last one of each adapter that the watch told
+        self._changes: dict[str, _Changes] = {}  # by adapter that the watch told of
         self._watched_since = math.inf  # revision from which on the watch has told every change
         self._heard_at = -math.inf
         self._confirmed = 0  # everything up to this revision was told by the watch
         self._nothing_before = -math.inf  # answers to what was asked earlier are not believed
         self._began_at = -math.inf  # when the watch last had to begin anew
-        self._oldest = 0  # revision of the last snapshot; what is older may be of an adapter that was gone by then
+        self._oldest = 0  # where the watch began; an older answer may be of what was gone by then
 
     def find(self, reference: str) -> Answer | None:
-        """The last answer, however old; None if its adapter was deleted since."""
+        """The last answer, however old; None if what it names was deleted since."""
         answer = self._answers.get(reference)
-        if answer is None or self._is_deleted(reference, answer):
+        if answer is None or self._is_ended(reference, answer):
             return None
         self._answers.move_to_end(reference)
         return answer
@@ -114,13 +117,24 @@ class Answers:
             self._saved.drop(reference)
 
     def required_revision(self, reference: str) -> int:
-        """How new an answer must be: not before the last change that was told. 0 if none was."""
-        change = self._changes.get(_adapter(reference))
-        return 0 if change is None else change.revision
+        """How new an answer must be: not before the watch began, nor before the last change that was told."""
+        changes = self._changes.get(_adapter(reference))
+        return self._oldest if changes is None else max(changes.last.revision, self._oldest)
 
-    async def has_any(self) -> bool:
-        """Whether there is anything, here or saved, that a snapshot could confirm."""
-        return bool(self._answers) or (self._saved is not None and await self._saved.has_any())
+    async def unconfirmed(self) -> list[str]:
+        """References with answers of before the watch began: nothing has told what was gone by then. Without a watch it
+        is too early to ask."""
+        if math.isinf(self._watched_since):
+            return []
+        found = dict.fromkeys([] if self._saved is None else await self._saved.unconfirmed())
+        for reference, answer in self._answers.items():
+            if answer.is_earlier or answer.revision < self._watched_since:
+                found[reference] = None
+        return list(found)
+
+    async def saved_token(self) -> str:
+        """Resumes the watch of the process that saved the answers; empty if there are none, or if nothing does."""
+        return "" if self._saved is None else await self._saved.token()
 
     # ---- what the watch tells
 
@@ -128,31 +142,31 @@ class Answers:
         """From now on the watch tells every change after `revision`."""
         self._watched_since = revision
 
-    def changed(self, adapter: str, revision: int, *, is_deleted: bool) -> None:
-        """The adapter `NAMESPACE/ADAPTER` is another one since `revision`."""
+    def changed(self, change: AdapterChange) -> None:
+        """An adapter is another one."""
         if len(self._changes) >= MAX_CHANGES:
-            self._drop_deleted()
+            self._drop_ended()
             self._changes.clear()
             self.era += 1
             self._nothing_before = self._clock()
             self._watched_since = max(self._watched_since, self.revision)
             if self._saved is not None:
                 self._saved.doubt()
-        before = self._changes.get(adapter)
-        deleted_at = revision if is_deleted else before.deleted_at if before else 0
-        self._changes[adapter] = _Change(revision, deleted_at)
-        if self._saved is not None and is_deleted:
-            self._saved.drop_adapter(adapter)
-        elif self._saved is not None:
-            self._saved.doubt(adapter)
+        before, deleted_at, gone = self._changes.get(change.adapter), 0, change.deleted_versions
+        if before is not None:
+            deleted_at, gone = before.deleted_at, gone | before.last.deleted_versions
+        last = change._replace(is_deleted=False, deleted_versions=gone)
+        self._changes[change.adapter] = _Changes(last, change.revision if change.is_deleted else deleted_at)
+        if self._saved is not None:
+            self._saved.changed(change.adapter, change.ends_response)
 
-    def confirmed(self, revision: int) -> None:
-        """The watch has told everything up to `revision`, which is now."""
+    def confirmed(self, revision: int, token: str = "") -> None:
+        """The watch has told everything up to `revision`, which is now. `token` resumes it."""
         self.revision = max(self.revision, revision)
         self._confirmed = revision
         self._heard_at = self._clock()
         if self._saved is not None:
-            self._saved.heard()
+            self._saved.heard(token)
 
     @property
     def lag(self) -> int:
@@ -167,9 +181,9 @@ class Answers:
     def start_over(self) -> None:
         """What the watch told before counts no more, and neither does any answer; revisions may begin anew.
 
-        Answers for what was deleted are dropped, the others wait for `snapshot_ended`.
+        Answers for what was deleted are dropped, the others are to be confirmed.
         """
-        self._drop_deleted()
+        self._drop_ended()
         for reference, answer in list(self._answers.items()):
             self._answers[reference] = answer._replace(asked_at=self._right_at(answer), revision=0, is_earlier=True)
         self.era += 1
@@ -181,33 +195,36 @@ class Answers:
         if self._saved is not None:
             self._saved.doubt()
 
-    def snapshot_ended(self, snapshot: Snapshot) -> None:
-        """The watch that began at `watching` has told all that there was. Drops what that does not confirm.
-
-        Answers that are as new as the snapshot need no confirmation.
-        """
-        now, fresh = self._clock(), set[str]()
+    def begun_anew(self) -> None:
+        """The watch that began at `watching` is up to date, and knows nothing of what was before."""
         self._oldest = int(self._watched_since)
         self.era += 1
-        for reference, answer in list(self._answers.items()):
-            if not answer.is_earlier and answer.revision >= self._oldest:
-                fresh.add(reference)
-            elif snapshot.confirms(answer.resolution) and not self._is_deleted(reference, answer):
-                self._answers[reference] = answer._replace(asked_at=now, is_earlier=True)
-            else:
-                del self._answers[reference]
         if self._saved is not None:
-            self._saved.confirm(lambda reference, response: reference in fresh or snapshot.confirms_response(response))
+            self._saved.begun_anew()
 
-    def _drop_deleted(self) -> None:
+    def resumed(self) -> None:
+        """The watch that a process before this one began has told all that happened since. Saved answers that this did
+        not change are right; those that were read of them before are read again.
+        """
+        self._oldest = int(self._watched_since)
+        self.era += 1
+        for reference in [reference for reference, answer in self._answers.items() if answer.is_earlier]:
+            del self._answers[reference]
+        if self._saved is not None:
+            self._saved.resumed()
+
+    def _drop_ended(self) -> None:
         for reference, answer in list(self._answers.items()):
-            if self._is_deleted(reference, answer):
+            if self._is_ended(reference, answer):
                 self.drop(reference)
 
-    def _is_deleted(self, reference: str, answer: Answer) -> bool:
-        """Since it was given; the name may have come back as another adapter."""
-        change = self._changes.get(_adapter(reference))
-        return change is not None and answer.revision < change.deleted_at
+    def _is_ended(self, reference: str, answer: Answer) -> bool:
+        """Whether what it names was deleted since it was given; the name may have come back as another adapter."""
+        changes = self._changes.get(_adapter(reference))
+        if changes is None or answer.revision >= changes.last.revision:
+            return False
+        versions = [version.number for version, _ in answer.resolution.targets]
+        return answer.revision < changes.deleted_at or changes.last.ends(reference, versions)
 
     def _is_changed(self, reference: str, answer: Answer) -> bool:
         return answer.revision < self.required_revision(reference)

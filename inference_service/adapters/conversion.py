@@ -63,7 +63,7 @@ def _converted(tensor: str, numbers: NDArray[Any], source: str, target: str) -> 
             result = numbers.astype(STORAGE[target], copy=False)
         overflows = target == "float16" and bool(np.isinf(result).any())
     if overflows:
-        raise tensor_invalid(tensor, f"holds a number beyond the range of {target}; serve with another --dtype")
+        raise tensor_invalid(tensor, f"holds a number beyond the range of {target}", "serve with another --dtype")
     return result
 
 

@@ -18,9 +18,10 @@ from inference_service.adapters.conversion import STORAGE, widened
 from inference_service.adapters.dora import Float64s, GainCache, Weights, embedding_norms, linear_norms
 from inference_service.adapters.places import BlocksPlace, MatrixPlace, Place, RowsPlace, VectorPlace
 from inference_service.adapters.saved_rows import KeptRows, SavedRows
+from inference_service.adapters.tied_factors import check_tied
 from inference_service.types import OUTSIDE_LAYERS, BlobLayout, ExtraLayout
 from shared.adapter_format.bound import FINAL_NORM, BindingPlan, EmbedBinding, HeadBinding
-from shared.adapter_format.reasons import tensor_invalid
+from shared.adapter_format.reasons import OTHER_BASE, tensor_invalid
 from shared.base_model import ModelConfig, linear_shape, module_path, tensor_shapes
 
 _ITEM = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
@@ -157,9 +158,10 @@ class Extras:
         """Write what is computed. Blocks.
 
         Raises:
-            AdapterInvalid: DoRA scales rows that are all zero (metadata `tensor`).
+            AdapterInvalid: DoRA scales rows that are all zero, or tied factors differ (metadata `tensor`).
             BaseModelMismatch: the base model's weights cannot be read.
         """
+        check_tied(self._binding.head, lambda name: self._view(blob, self._at[name, OUTSIDE_LAYERS, -1]))
         for name, kept in (("embed.ids", self._rows.embed), ("head.ids", self._rows.head)):
             if kept is not None:
                 self._view(blob, self._at[name, OUTSIDE_LAYERS, -1])[:] = kept.ids
@@ -229,7 +231,7 @@ class Extras:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             gain = (self._held[tensor] / norms).astype(np.float32)
         if not np.isfinite(gain).all():
-            raise tensor_invalid(tensor, "scales rows of the weight that are zero, or nearly so")
+            raise tensor_invalid(tensor, "scales rows of the weight that are zero, or nearly so", OTHER_BASE)
         return gain
 
     def _norms(self, blob: memoryview, extra: ExtraLayout) -> tuple[str, Float64s]:
@@ -297,7 +299,8 @@ class Extras:
         return widened(stored, self._layout.dtype).astype(np.float64).reshape(shape)
 
     def _view(self, blob: memoryview, extra: ExtraLayout) -> NDArray[Any]:
-        return np.frombuffer(blob, extra.dtype, count=prod(extra.shape), offset=extra.offset).reshape(extra.shape)
+        dtype = STORAGE.get(extra.dtype, extra.dtype)
+        return np.frombuffer(blob, dtype, count=prod(extra.shape), offset=extra.offset).reshape(extra.shape)
 
 
 def _matrix(extra: ExtraLayout, *, is_b: bool) -> MatrixPlace:

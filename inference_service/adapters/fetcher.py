@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from inference_service.adapters.disk_cache import DiskCache
 from inference_service.adapters.download import download, ignore, mismatch
-from inference_service.adapters.resolution import ResolvedVersion
+from inference_service.adapters.resolution import ResolvedVersion, forgotten
 from inference_service.adapters.write_behind import WriteBehind
 from shared.digest import FileEntry
 from shared.errors import (
@@ -190,4 +190,6 @@ def _most_telling(version: ResolvedVersion, failures: list[LoraplexError]) -> Lo
         for failure in failures:
             if isinstance(failure, kind):
                 return failure
+    if not version.number:  # it was on disk a moment ago
+        return forgotten(version.digest)
     return SourceNotFound(f"{version.name} has no source", metadata={"version": version.name})

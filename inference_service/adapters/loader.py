@@ -11,12 +11,12 @@ from inference_service.adapters.blend import blend_of
 from inference_service.adapters.counters import LoaderCounters
 from inference_service.adapters.fetcher import Fetcher
 from inference_service.adapters.known import KnownAdapters
-from inference_service.adapters.resolution import ResolvedVersion
+from inference_service.adapters.resolution import ResolvedVersion, forgotten, of_another_process
 from inference_service.adapters.staging import Packing, Staging, Tiers, Workers
 from inference_service.adapters.store import BUSY_RETRY_SECONDS, StagedBlob
 from inference_service.stats import AdapterStats, Tier, Usage
 from inference_service.types import BlendedPart, BlendPart, BlobLayout, PreparedAdapter, StagedAdapter
-from shared.errors import AdapterMemory, AdapterNotFound, LoraplexError
+from shared.errors import AdapterMemory, LoraplexError
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class AdapterLoader:
         """The blob of `digest`, referenced until `release`; staged again if it was evicted.
 
         Raises:
-            AdapterNotFound: no version of this digest was prepared since this process started, and it is not on disk.
+            SourceUnavailable: it was prepared by a process before this one, and is not on disk; with `retry_after`.
             LoraplexError: as `prepare`; AdapterMemory with `retry_after` when blobs in use leave no room for seconds.
         """
         deadline = self._clock() + ROOM_SECONDS
@@ -191,8 +191,8 @@ class AdapterLoader:
         loop = asyncio.get_running_loop()
         files = await loop.run_in_executor(self._workers.fetching, self._tiers.disk.manifest, digest)
         if files is None:
-            raise AdapterNotFound(f"no adapter {digest} is known here", metadata={"digest": digest})
-        return ResolvedVersion(digest, 0, "", digest, files, sources=(), rank=0)
+            raise forgotten(digest)
+        return of_another_process(digest, files)
 
     def release(self, digest: str) -> None:
         """The engine has copied the blob."""

@@ -35,9 +35,8 @@ from inference_service.adapters.residency import Residency
 from inference_service.adapters.resolution import BaseModelIdentity
 from inference_service.adapters.saved_answers import SavedAnswers
 from inference_service.adapters.server import AdapterServer
-from inference_service.adapters.staging import Packing, Tiers, Workers
+from inference_service.adapters.staging import PER_TENANT, Packing, Tiers, Workers
 from inference_service.adapters.store import HostStore
-from inference_service.adapters.turns import PER_TENANT
 from inference_service.types import EXIT_CONFIG, READY_LINE
 from shared import log as logs
 from shared.base_model import ModelConfig, fingerprint, parse_config

@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from inference_service.adapters.answers import Answer, Answers
+from inference_service.adapters.confirming import keep_confirming
 from inference_service.adapters.flights import Flights
 from inference_service.adapters.registry_errors import NOT_KNOWN, NOT_YET, VERDICTS, error_of, unreachable
 from inference_service.adapters.resolution import BaseModelIdentity, Resolution, ResolvedVersion, read_resolution
@@ -111,7 +112,10 @@ class RegistryClient:
 
     async def keep_watching(self, listener: Listener | None = None) -> None:
         """Hears of changes until cancelled, so that answers are right without being asked for again."""
-        await AdapterWatch(self._stub, self._base_model.id, self._answers, listener).run()
+        watch = AdapterWatch(self._stub, self._base_model.id, self._answers, listener)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(watch.run())
+            tasks.create_task(keep_confirming(self._answers, self._flight, watch.has_caught_up))
 
     async def report(self, request: registry_pb2.ReportReplicaStateRequest) -> registry_pb2.ReportReplicaStateResponse:
         """Tells what this replica holds. Raises what the registry says, or RegistryUnavailable."""

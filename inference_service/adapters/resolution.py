@@ -7,10 +7,18 @@ from typing import Any, NamedTuple
 from shared.adapter_format.files import CONFIG, WEIGHTS
 from shared.adapter_format.texts import MAX_BYTES
 from shared.digest import FileEntry, check_digest, manifest_digest
-from shared.errors import BaseModelMismatch, DigestMismatch, InvalidArgument, RegistryUnavailable
+from shared.errors import (
+    BaseModelMismatch,
+    DigestMismatch,
+    InvalidArgument,
+    RegistryUnavailable,
+    SourceUnavailable,
+)
 from shared.references import base_model_name, parse_reference, parse_version_name
 from shared.sources.resolver import PinnedObject, PinnedSource
 from shared.weighted_choice import choose
+
+RESTARTED_RETRY_SECONDS = 1.0
 
 
 class BaseModelIdentity(NamedTuple):
@@ -38,6 +46,17 @@ class ResolvedVersion(NamedTuple):
     def texts(self) -> tuple[FileEntry, ...]:
         """The tokenizer and chat-template files that the adapter brings."""
         return tuple(file for file in self.files if file.path in MAX_BYTES)
+
+
+def of_another_process(digest: str, files: tuple[FileEntry, ...]) -> ResolvedVersion:
+    """What is on disk under a digest that this process has not resolved: nobody knows its name, or a source."""
+    return ResolvedVersion(digest, 0, "", digest, files, sources=(), rank=0)
+
+
+def forgotten(digest: str) -> SourceUnavailable:
+    """Of a digest that a process before this one prepared, and of which nothing is here any more: preparing helps."""
+    text = "the adapter process has restarted since this adapter was prepared"
+    return SourceUnavailable(text, metadata={"digest": digest}, retry_after=RESTARTED_RETRY_SECONDS)
 
 
 class Resolution(NamedTuple):

@@ -11,12 +11,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 MAX_SAVED = 50_000
-HEARD_SECONDS = 5.0  # how exactly it is known when the watch was last heard
+HEARD_SECONDS = 5.0  # how exactly it is known when the watch was last heard, and how far it was
+
+# Values of `is_watched`, which say who tells when an answer is another: it may be another by now, and the watch tells
+# when it is gone; the watch of this process; that of a process before it, up to its token; nobody: it may be gone.
+_DOUBTED, _WATCHED, _WATCHED_EARLIER, _UNCONFIRMED = 0, 1, 2, 3
 
 _SCHEMA = """
 pragma journal_mode = wal;
@@ -31,13 +37,22 @@ create table if not exists answers (
 create index if not exists answers_by_adapter on answers (adapter);
 create table if not exists heard (at real not null);
 insert into heard select 0 where not exists (select * from heard);
+create table if not exists watched (token text not null);
+insert into watched select '' where not exists (select * from watched);
 """
-# What a process before this one had watched was right as long as it heard the watch, and nobody has watched it since.
-_BEGIN = "update answers set right_at = max(right_at, (select at from heard)), is_watched = 0 where is_watched"
+# What a process before this one had watched was right as long as it heard the watch.
+_BEGIN = f"""
+update answers set right_at = max(right_at, (select at from heard)), is_watched = {_WATCHED_EARLIER}
+where is_watched = {_WATCHED}
+"""
 _TRIM = "delete from answers where reference not in (select reference from answers order by right_at desc limit ?)"
-_FIND = """
-select response, case when is_watched then max(right_at, at) else right_at end
+_FIND = f"""
+select response, case when is_watched = {_WATCHED} then max(right_at, at) else right_at end
 from answers, heard where reference = ?
+"""
+_DOUBT = f"""
+update answers set right_at = case when is_watched = {_WATCHED} then ? else right_at end, is_watched = {_DOUBTED}
+where is_watched in ({_WATCHED}, {_WATCHED_EARLIER})
 """
 
 
@@ -61,49 +76,58 @@ class SavedAnswers:
 
     def put(self, reference: str, adapter: str, response: bytes, *, is_watched: bool) -> None:
         """This is the answer now. `is_watched`: the watch tells when it is another."""
-        row = (reference, adapter, self._clock(), is_watched, response)
+        row = (reference, adapter, self._clock(), _WATCHED if is_watched else _UNCONFIRMED, response)
         self._soon("insert or replace into answers values (?, ?, ?, ?, ?)", *row)
 
-    def heard(self) -> None:
-        """The watch has told all that is new."""
+    def heard(self, token: str = "") -> None:
+        """The watch has told all that is new. `token` resumes it."""
         now = self._clock()
         if now - self._heard_at >= HEARD_SECONDS:
             self._heard_at = now
             self._soon("update heard set at = ?", now)
+            self._soon("update watched set token = ?", token)
 
-    def doubt(self, adapter: str | None = None) -> None:
-        """Answers for an adapter, or for all, may be wrong from now on."""
-        now = self._clock()
-        condition, values = ("", (now,)) if adapter is None else (" and adapter = ?", (now, adapter))
-        self._soon(f"update answers set right_at = ?, is_watched = 0 where is_watched{condition}", *values)
+    def changed(self, adapter: str, ends: Callable[[str, bytes], bool]) -> None:
+        """Answers for an adapter may be wrong from now on. Those of which `ends(reference, response)` are dropped."""
+        self._thread.submit(self._change, adapter, ends, self._clock()).add_done_callback(_log_failure)
+
+    def doubt(self) -> None:
+        """Every answer may be wrong from now on, and no watch can be resumed."""
+        self._soon(_DOUBT, self._clock())
+        self._soon("update watched set token = ''")
+        self._heard_at = 0.0
 
     def drop(self, reference: str) -> None:
         """The reference means nothing."""
         self._soon("delete from answers where reference = ?", reference)
 
-    def drop_adapter(self, adapter: str) -> None:
-        """No reference to the adapter means anything."""
-        self._soon("delete from answers where adapter = ?", adapter)
+    def begun_anew(self) -> None:
+        """A watch has begun that resumes none: what it does not tell of is to be confirmed."""
+        self._soon(f"update answers set is_watched = {_UNCONFIRMED} where is_watched <> {_WATCHED}")
 
-    def confirm(self, is_right: Callable[[str, bytes], bool]) -> None:
-        """Answers that the watch does not tell of are right now if `is_right(reference, response)`, else dropped."""
-        self._thread.submit(self._confirm, is_right, self._clock()).add_done_callback(_log_failure)
+    def resumed(self) -> None:
+        """The watch that begins at `token` has told everything since: what it did not change is right and watched."""
+        statement = f"update answers set right_at = ?, is_watched = {_WATCHED} where is_watched = {_WATCHED_EARLIER}"
+        self._soon(statement, self._clock())
 
-    async def has_any(self) -> bool:
-        """Whether there are answers."""
-        try:
-            return await asyncio.wrap_future(self._thread.submit(self._has_any))
-        except sqlite3.Error as error:
-            log.warning("the registry's answers of earlier cannot be read: %s", error)
-            return False
+    async def unconfirmed(self) -> list[str]:
+        """References whose answers are to be asked for again, since they may be gone."""
+        return await self._read(self._references_unconfirmed, otherwise=[])
+
+    async def token(self) -> str:
+        """Resumes the watch of the process that wrote the answers; empty if there are none, or it had no watch."""
+        return await self._read(self._token, otherwise="")
 
     async def find(self, reference: str) -> SavedAnswer | None:
         """The last answer."""
+        return await self._read(lambda: self._find(reference), otherwise=None)
+
+    async def _read(self, read: Callable[[], T], otherwise: T) -> T:
         try:
-            return await asyncio.wrap_future(self._thread.submit(self._find, reference))
+            return await asyncio.wrap_future(self._thread.submit(read))
         except sqlite3.Error as error:
             log.warning("the registry's answers of earlier cannot be read: %s", error)
-            return None
+            return otherwise
 
     def close(self) -> None:
         """Write what is left. Blocks."""
@@ -124,17 +148,26 @@ class SavedAnswers:
         row = self._database.execute(_FIND, (reference,)).fetchone()
         return None if row is None else SavedAnswer(row[0], max(self._clock() - row[1], 0.0))
 
-    def _has_any(self) -> bool:
-        return self._database is not None and self._database.execute("select 1 from answers").fetchone() is not None
+    def _token(self) -> str:
+        query = "select token from watched where exists (select * from answers)"
+        row = None if self._database is None else self._database.execute(query).fetchone()
+        return "" if row is None else str(row[0])
 
-    def _confirm(self, is_right: Callable[[str, bytes], bool], now: float) -> None:
+    def _references_unconfirmed(self) -> list[str]:
+        query = f"select reference from answers where is_watched = {_UNCONFIRMED}"
+        return [] if self._database is None else [row[0] for row in self._database.execute(query)]
+
+    def _change(self, adapter: str, ends: Callable[[str, bytes], bool], now: float) -> None:
         if self._database is None:
             return
-        rows = self._database.execute("select reference, response from answers where not is_watched")
-        wrong = [(reference,) for reference, response in rows if not is_right(reference, response)]
+        query = "select reference, response from answers where adapter = ?"
+        rows = self._database.execute(query, (adapter,)).fetchall()
+        if not rows:
+            return
+        ended = [(reference,) for reference, response in rows if ends(reference, response)]
         with self._database:
-            self._database.executemany("delete from answers where reference = ?", wrong)
-            self._database.execute("update answers set right_at = ? where not is_watched", (now,))
+            self._database.executemany("delete from answers where reference = ?", ended)
+            self._database.execute(f"{_DOUBT} and adapter = ?", (now, adapter))
 
     def _soon(self, statement: str, *values: object) -> None:
         self._thread.submit(self._write, statement, values).add_done_callback(_log_failure)

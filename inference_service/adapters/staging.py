@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from typing import NamedTuple, TypeVar, TypeVarTuple
 from weakref import WeakValueDictionary
 
@@ -23,10 +23,11 @@ from inference_service.adapters.packer import OpenAdapter, open_adapter
 from inference_service.adapters.resolution import ResolvedVersion
 from inference_service.adapters.store import HostStore
 from inference_service.adapters.text_files import read_text_files
-from inference_service.adapters.turns import DownloadTurns
 from inference_service.types import BlobLayout
 from shared.base_model import ModelConfig
 from shared.errors import AdapterMemory, DigestMismatch, LoraplexError
+from shared.references import parse_version_name
+from shared.sources.turns import SourceTurns
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -34,6 +35,7 @@ Ts = TypeVarTuple("Ts")
 log = logging.getLogger(__name__)
 
 FAILURE_MEMORY = 2.0
+PER_ORIGIN, PER_TENANT = 8, 24  # downloads under way: of a tenant from one origin, and of a tenant
 
 
 class Tiers(NamedTuple):
@@ -96,7 +98,7 @@ class Staging:
         self._workers = workers
         self._known = known
         self._counters = counters
-        self._turns = DownloadTurns()
+        self._turns = SourceTurns(PER_ORIGIN, PER_TENANT)
         self._flights: Flights[BlobLayout] = Flights(_failure_memory, clock)
         self._fetches: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._loads: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -125,7 +127,8 @@ class Staging:
         """Have a blend in host memory. Raises as `stage`."""
 
         def opened(fetched: Sequence[Fetched]) -> OpenBlend:
-            return open_blend(blend, fetched, self._packing.model, self._packing.dtype)
+            packing = self._packing
+            return open_blend(blend, fetched, packing.model, packing.dtype, packing.base)
 
         versions = tuple(part.version for part in blend.parts)
         return await self._stage(_Recipe("a blend", blend.digest, versions, opened))
@@ -190,8 +193,12 @@ class Staging:
         """One download of a digest at a time; what is on disk needs no turn."""
         async with self._fetches.setdefault(version.digest, asyncio.Lock()):
             needs_turn = version.sources and not self._tiers.disk.has(version.digest)
-            async with self._turns.turn(version) if needs_turn else nullcontext():
+            async with self._turn(version) if needs_turn else nullcontext():
                 return await _run(self._workers.fetching, self._fetcher.fetch, version, on_bytes)
+
+    def _turn(self, version: ResolvedVersion) -> AbstractAsyncContextManager[None]:
+        tenant = parse_version_name(version.name, "version.name").namespace
+        return self._turns.turn(tenant, version.sources[0].origin)
 
     async def _discard(self, version: ResolvedVersion) -> None:
         await _run(self._workers.fetching, self._tiers.disk.discard, version.digest)

@@ -3,17 +3,18 @@
 import asyncio
 import logging
 import random
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Protocol
 
 import grpc
 
+from inference_service.adapters.adapter_change import read_change
 from inference_service.adapters.answers import Answers
 from inference_service.adapters.registry_errors import error_of, unreachable
-from inference_service.adapters.snapshot import Snapshot
 from loraplex.registry.v1 import registry_pb2
 from loraplex.registry.v1.registry_pb2_grpc import AdapterRegistryServiceStub
 from shared.errors import InvalidArgument, LoraplexError, RegistryUnavailable, WatchCompacted
-from shared.references import parse_adapter_name
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,9 @@ class Listener(Protocol):
 class AdapterWatch:
     """One WatchAdapters stream after another, told to `answers` and, if there is one, to `listener`.
 
-    `answers` remembers nothing of adapters that nobody asked for: the snapshot has all adapters only where answers of
-    before are to be confirmed, else those that the listener wants, and without a listener there is none.
+    `answers` remembers nothing of adapters that nobody asked for: the snapshot has only those that the listener wants,
+    and without a listener there is none. The listener waits for nothing else: a replica's start depends on it.
+    `has_caught_up` is set whenever a stream has told all that it had to tell.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class AdapterWatch:
         self._answers = answers
         self._listener = listener
         self._token = ""
-        self._snapshot: Snapshot | None = Snapshot()  # the one that has not ended
+        self.has_caught_up = asyncio.Event()
+        self._is_in_snapshot = True
+        self._is_resuming = False  # the watch of the process before is continued, and has not caught up
         self._delay = FIRST_DELAY
         self._is_live = False  # the stream has caught up
 
@@ -72,14 +76,50 @@ class AdapterWatch:
             self._delay = min(2 * self._delay, LONGEST_DELAY)
 
     async def _follow(self) -> None:
-        is_whole = not self._token and await self._answers.has_any()
-        request = registry_pb2.WatchAdaptersRequest(
+        if self._token:
+            request = self._request(resume_token=self._token)
+        else:
+            request = await self._first_request()
+        async with aclosing(self._responses(request)) as responses:
+            async for response in responses:
+                self._take(response)
+
+    async def _first_request(self) -> registry_pb2.WatchAdaptersRequest:
+        """Of a watch that continues none of this process's."""
+        saved = await self._answers.saved_token()
+        self._is_resuming, self._is_in_snapshot = bool(saved), not saved
+        if not saved:
+            return self._request(skip_snapshot=self._listener is None, snapshot_wanted_only=self._listener is not None)
+        if self._listener is not None:
+            await self._tell_wanted(self._listener)
+        return self._request(resume_token=saved)
+
+    async def _tell_wanted(self, listener: Listener) -> None:
+        request = self._request(snapshot_wanted_only=True)
+        listener.start_over()
+        async with aclosing(self._responses(request)) as responses:
+            async for response in responses:
+                for change in response.changes:
+                    listener.changed(change)
+                if response.snapshot_complete:
+                    listener.complete(response.registry_revision)
+                    return
+
+    def _request(
+        self, *, resume_token: str = "", skip_snapshot: bool = False, snapshot_wanted_only: bool = False
+    ) -> registry_pb2.WatchAdaptersRequest:
+        return registry_pb2.WatchAdaptersRequest(
             parent="namespaces/-",
             base_model=self._base_model,
-            resume_token=self._token,
-            skip_snapshot=self._listener is None and not is_whole,
-            snapshot_wanted_only=self._listener is not None and not is_whole,
+            resume_token=resume_token,
+            skip_snapshot=skip_snapshot,
+            snapshot_wanted_only=snapshot_wanted_only,
         )
+
+    async def _responses(
+        self, request: registry_pb2.WatchAdaptersRequest
+    ) -> AsyncGenerator[registry_pb2.WatchAdaptersResponse, None]:
+        """Of one stream. Raises LoraplexError when it ends."""
         call = self._stub.WatchAdapters(request)
         responses = aiter(call)
         try:
@@ -88,7 +128,7 @@ class AdapterWatch:
                     response = await anext(responses, None)
                 if response is None:
                     raise RegistryUnavailable("the watch ended")
-                self._take(response)
+                yield response
         except grpc.aio.AioRpcError as rpc_error:
             raise error_of(rpc_error) from None
         except TimeoutError:
@@ -100,31 +140,30 @@ class AdapterWatch:
         if not self._token:
             self._answers.watching(response.registry_revision)
         for change in response.changes:
-            name = parse_adapter_name(change.adapter.name, "changes.adapter.name")
-            is_deleted = change.type == registry_pb2.AdapterChange.TYPE_DELETE
-            if self._snapshot is None or is_deleted:
-                self._answers.changed(f"{name.namespace}/{name.adapter}", change.revision, is_deleted=is_deleted)
-            else:
-                for version in change.versions:
-                    self._snapshot.add(version.name, version.digest)
+            told = read_change(change)
+            if not self._is_in_snapshot:
+                self._answers.changed(told)
             if self._listener is not None:
                 self._listener.changed(change)
         self._token = response.resume_token
         self._delay = FIRST_DELAY
         if response.snapshot_complete and not self._is_live:
             self._is_live = True
-            if self._snapshot is not None:
-                self._answers.snapshot_ended(self._snapshot)
-                self._snapshot = None
+            if self._is_resuming:
+                self._answers.resumed()
+                self._is_resuming = False
+            elif self._is_in_snapshot:
+                self._answers.begun_anew()
+                self._is_in_snapshot = False
+            self.has_caught_up.set()
             log.info("adapters are watched", extra={"revision": response.registry_revision})
         if self._is_live:
-            self._answers.confirmed(response.registry_revision)
+            self._answers.confirmed(response.registry_revision, response.resume_token)
             if self._listener is not None:
                 self._listener.complete(response.registry_revision)
 
     def _start_over(self) -> None:
         self._token = ""
-        self._snapshot = Snapshot()
         self._answers.start_over()
         if self._listener is not None:
             self._listener.start_over()

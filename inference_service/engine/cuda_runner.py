@@ -1,5 +1,6 @@
-"""Computes steps on a GPU: they replay captured graphs, but for large ones, which launch kernel by kernel. Where
-adapters have more than A and B, gains and offsets of linears (`Arena.extras`), the plain form of the model runs.
+"""Computes steps on a GPU: they replay captured graphs, but for large ones and those of many prompts or with gains and
+offsets beside prefill (`step_kinds`), which launch kernel by kernel. Where adapters have more than A and B, gains and
+offsets of linears (`Arena.extras`), the plain form of the model runs.
 
 Sampled tokens stay on the GPU: the next step can be launched before anybody has read them, and takes them from there.
 Nothing waits for the GPU but `LaunchedStep.result`, and steps with adapters that add tokens to the vocabulary.

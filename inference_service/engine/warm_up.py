@@ -1,7 +1,7 @@
 """Before SERVING: every kernel is compiled, every graph captured, and the allocator holds what the heaviest step takes.
 
 Which variant of a kernel a step launches follows from its kind alone (what else varies is device data), so a few layers
-of every kind are run, over padding: once to compile all there is to compile side by side, and once to load it.
+of every kind are run, over padding: once to compile and load side by side all there is, and once to launch it.
 """
 
 # torch.cuda is untyped in torch.
@@ -136,30 +136,20 @@ def _most_tokens(runner: "CudaRunner") -> int:
 def _prompt_lengths(runner: "CudaRunner", num_tokens: int) -> list[int]:
     """Of as few prompts as can have so many tokens together."""
     longest = min(runner.limits.max_model_len, num_tokens)
-    return [min(longest, num_tokens - start) for start in range(0, num_tokens, longest or 1)]
+    return [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
 
 
-def _chunk(
-    runner: "CudaRunner",
-    sampling: Sampling,
-    length: int,
-    has_adapter: bool,
-    *,
-    start: int = 0,
-    samples: bool = True,
-    scores: bool = False,
-) -> Chunk:
-    """The last tokens of a new sequence. It shares its blocks, whose contents nobody has asked for yet."""
+def _chunk(runner: "CudaRunner", sampling: Sampling, length: int, has_adapter: bool, scores: bool = False) -> Chunk:
+    """A whole new sequence. It shares its blocks, whose contents nobody has asked for yet."""
     num_top = MAX_LOGPROBS if sampling is EVERYTHING else None
     stop = Stop(max_tokens=1, min_tokens=1 if sampling is EVERYTHING else 0)
-    prompt_ids = [0] * (start + length)
-    spec = GenerateSpec("warm-up", prompt_ids, sampling, stop, logprobs=num_top, prompt_logprobs=num_top)
+    spec = GenerateSpec("warm-up", [0] * length, sampling, stop, logprobs=num_top, prompt_logprobs=num_top)
     sequence = Request(spec, b"", ChainSeed(b""), 0).sequences[0]
-    sequence.num_pending, sequence.state = int(samples), State.RUNNING
+    sequence.num_pending, sequence.state = 1, State.RUNNING
     sequence.handle = Handle(0, 0) if has_adapter else None
-    num_blocks = -(-len(prompt_ids) // runner.block_size)
+    num_blocks = -(-length // runner.block_size)
     sequence.blocks = array("i", (number % runner.num_blocks for number in range(num_blocks)))
-    return Chunk(sequence, start, length, samples, range(length - 1) if scores else range(0))
+    return Chunk(sequence, 0, length, True, range(length - 1) if scores else range(0))
 
 
 # ---- memory

@@ -61,7 +61,8 @@ def bench_layer(options: argparse.Namespace, model: Model, bandwidth: float) -> 
     """Print and return the lines of `layer`."""
     results: list[dict[str, object]] = []
     print(
-        f"{'added to':8} {'workload':11} {'rows':>5} {'base µs':>8} {'added':>6} {'floor':>6} {'target':>7} {'aim':>6}"
+        f"{'added to':8} {'workload':11} {'rows':>5} {'base µs':>8} {'added':>6} {'floor':>6} {'ratio':>6}"
+        f" {'target':>7} {'aim':>6}"
     )
     for names in (("qkv",), ("gate_up",), PROJECTIONS):
         for rows in options.rows or (1, 8, 32):
@@ -70,7 +71,7 @@ def bench_layer(options: argparse.Namespace, model: Model, bandwidth: float) -> 
                 results.append(each._asdict())
                 print(
                     f"{each.group:8} {kind:11} {rows:5} {each.base:8.1f} {each.added:6.1f} {each.floor:6.2f}"
-                    f" {each.target:7.1f} {each.aim:6.1f}",
+                    f" {each.added / each.floor:6.1f} {each.target:7.1f} {each.aim:6.1f}",
                     flush=True,
                 )
     return results
@@ -109,6 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "layer" in options.part and options.device == "cuda":
         results["layer"] = bench_layer(options, model, bandwidth)
     if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=1))
 
 

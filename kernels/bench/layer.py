@@ -76,7 +76,7 @@ def _next_op(model: Model, name: str, rows: int) -> Callable[[Tensor, Tensor | N
         return lambda y, delta: add_rms_norm(y, residual, weight, 1e-5, delta)
     table = rotary_table(torch.rand(model.head_dim // 2, device=DEVICE), 8192)
     slots = torch.arange(rows, device=DEVICE)
-    caches = _normal(2, -(-rows // BLOCK_SIZE), BLOCK_SIZE, model.kv // model.head_dim, model.head_dim)
+    caches = _normal(2, -(-rows // BLOCK_SIZE), BLOCK_SIZE, model.kv_heads, model.head_dim)
     return lambda y, delta: rotary_kv_write(y, table, slots, slots, caches[0], caches[1], delta=delta)
 
 

@@ -9,12 +9,21 @@ from kernels.workloads import Workload
 
 
 class Model(NamedTuple):
-    """Sizes of a base model's linears and heads."""
+    """Sizes of a base model's linears and heads, and tokens of its vocabulary."""
 
     hidden: int
     kv: int
     intermediate: int
     head_dim: int
+    vocab: int
+
+    @property
+    def heads(self) -> int:
+        return self.hidden // self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        return self.kv // self.head_dim
 
     def groups(self) -> dict[str, Group]:
         """The four packed projections."""
@@ -27,7 +36,7 @@ class Model(NamedTuple):
         }
 
 
-MODELS = {"llama-3.1-8b": Model(4096, 1024, 14336, 128), "smollm2-135m": Model(576, 192, 1536, 64)}
+MODELS = {"llama-3.1-8b": Model(4096, 1024, 14336, 128, 128256), "smollm2-135m": Model(576, 192, 1536, 64, 49152)}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 

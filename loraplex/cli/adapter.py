@@ -86,6 +86,10 @@ def _print_registered(adapter: str, response: registry_pb2.RegisterAdapterRespon
         f"{verb}: {short_version(version.name) or adapter} rank {version.lora_config.rank}, "
         f"{megabytes(version.size_bytes)}, {version.digest}"
     )
+    _print_warnings(version)
+
+
+def _print_warnings(version: resources_pb2.AdapterVersion) -> None:
     for warning in version.warnings:
         typer.echo(f"warning: {warning}", err=True)
 
@@ -163,6 +167,7 @@ def show(reference: ReferenceArgument, json: Json = False, registry: RegistryAdd
     if modules := resolved.version.lora_config.modules:
         typer.echo("")
         print_table(("MODULE", "LAYERS", "RANK", "SCALE", "KINDS", "TENSORS", "BYTES"), map(_module, modules))
+    _print_warnings(resolved.version)
     return None
 
 

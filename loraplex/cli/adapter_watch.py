@@ -55,7 +55,9 @@ def _line(change: registry_pb2.AdapterChange) -> str:
     kind = registry_pb2.AdapterChange.Type.Name(change.type).removeprefix("TYPE_")
     adapter = change.adapter
     base_model = adapter.base_model.removeprefix("baseModels/")
-    return f"{change.revision:>8}  {kind:6}  {short_adapter(adapter.name)}  {base_model}  {_names(adapter)}".rstrip()
+    told = [_names(adapter), f"({change.deleted_version} deleted)" if change.deleted_version else ""]
+    begin = f"{change.revision:>8}  {kind:6}  {short_adapter(adapter.name)}  {base_model}"
+    return "  ".join([begin, *filter(None, told)])
 
 
 def _names(adapter: resources_pb2.Adapter) -> str:

@@ -15,12 +15,13 @@ from shared.adapter_format.files import CONFIG, adapter_files, named_folder
 from shared.adapter_format.finite import check_finite
 from shared.adapter_format.header import TensorInfo, read_header_of
 from shared.adapter_format.kinds.initialisation import LOST
-from shared.adapter_format.reasons import key_unsupported, tensor_invalid, tensor_unsupported
+from shared.adapter_format.reasons import OTHER_BASE, SAVE_AGAIN, key_unsupported, tensor_invalid, tensor_unsupported
 from shared.adapter_format.strict_json import parse_object
 from shared.base_model import ModelConfig
 from shared.errors import InvalidArgument, SourceNotFound
 
 INIT = "init_lora_weights"
+_RETRAIN = "train again with init_lora_weights true"
 # Keys with which twice the rank is not the same function, or not on linears alone.
 _NOT_WITH = ("alora_invocation_tokens", "use_bdlora", "use_qalora", "target_parameters", "layer_replication")
 
@@ -66,7 +67,7 @@ def read_adapter(folder: Path, model: ModelConfig) -> TrainedAdapter:
     method = _method(raw)
     for key in _NOT_WITH:
         if raw.get(key):
-            raise key_unsupported(key, f"an adapter of this kind cannot be converted from {method}")
+            raise key_unsupported(key, f"an adapter of this kind cannot be converted from {method}; {_RETRAIN}")
     weights = folder / files.weights
     tensors = read_header_of(weights)
     diagonals = {name.replace("lora_diag", "lora_B.weight"): name for name in tensors if name.endswith(".lora_diag")}
@@ -122,10 +123,11 @@ def _check_modules(
     for module in modules:
         largest = min(tensors[module.b].shape[0], tensors[module.a].shape[1]) - (method == "kasa")
         if module.scale == 0:
-            raise tensor_invalid(module.a, f"has alpha 0, with which {method} takes nothing out of the linear")
+            problem = f"has alpha 0, with which {method} takes nothing out of the linear"
+            raise tensor_invalid(module.a, problem, "correct lora_alpha and alpha_pattern")
         if module.rank > largest:
             raise tensor_invalid(
-                module.a, f"has rank {module.rank}; {method} takes at most {largest} out of this linear"
+                module.a, f"has rank {module.rank}; {method} takes at most {largest} out of this linear", OTHER_BASE
             )
         if 2 * module.rank > MAX_RANK:
             ranks = f"rank {module.rank} becomes {2 * module.rank}"
@@ -135,13 +137,15 @@ def _check_modules(
             name = diagonals.get(module.b)
             if name is None or tensors[name].shape != (module.rank,):
                 expected = module.b.replace("lora_B.weight", "lora_diag")
-                raise tensor_invalid(expected, f"is missing or has another shape than [{module.rank}]")
+                raise tensor_invalid(expected, f"is missing or has another shape than [{module.rank}]", SAVE_AGAIN)
     halves = {name for module in modules for name in (module.a, module.b)}
     for name in diagonals.values():
         if method != "kasa" or name.replace("lora_diag", "lora_B.weight") not in halves:
-            raise tensor_invalid(name, "belongs to no linear of the adapter")
+            raise tensor_invalid(name, "belongs to no linear of the adapter", "remove it")
     for name in tensors:
         if name not in halves and (
             ".lora_A." in name or ".lora_embedding_" in name or name.endswith(".base_layer.weight")
         ):
-            raise tensor_unsupported(name, "target_modules", f"only the layers' linears are converted from {method}")
+            raise tensor_unsupported(
+                name, "target_modules", f"only the layers' linears are converted from {method}; {_RETRAIN}"
+            )

@@ -12,7 +12,7 @@ from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.names import AdapterNames, read_names
 from shared.adapter_format.overrides import Overrides
 from shared.adapter_format.patterns import StepBudget
-from shared.adapter_format.reasons import tensor_invalid
+from shared.adapter_format.reasons import SAVE_AGAIN, tensor_invalid
 from shared.adapter_format.served import kinds_of
 from shared.adapter_format.targets import Targets
 from shared.adapter_format.unsupported import left_over
@@ -54,8 +54,8 @@ def _ambiguous(names: AdapterNames) -> AdapterInvalid:
     shown = next(tensor for roles in names.found.values() for tensor in roles.values())
     return tensor_invalid(
         shown,
-        "may be a bare backbone's or an old file's, and the patterns of adapter_config.json mean something else on "
-        "each; load the adapter with PEFT on the base model and save it again",
+        "may be a bare backbone's or an old file's, and patterns of adapter_config.json mean something else on each",
+        SAVE_AGAIN,
     )
 
 

@@ -73,7 +73,7 @@ class EmbedBinding(NamedTuple):
 class HeadBinding(NamedTuple):
     """What acts on lm_head, as on a linear: `a` [rank, hidden], `b` [vocabulary + extra, rank]; the vectors as B has
     rows. `rows` and `grown` as in `EmbedBinding`; a tied head that sees the embedding's rows names the same tensors.
-    `blocks` as in `ModuleBinding`.
+    `blocks` as in `ModuleBinding`. `is_embedding`: A and B must be the embedding's, transposed (ensure_weight_tying).
     """
 
     a: str | None = None
@@ -86,6 +86,7 @@ class HeadBinding(NamedTuple):
     rows: RowsBinding | None = None
     grown: RowsBinding | None = None
     blocks: tuple[int, int] = (1, 1)
+    is_embedding: bool = False
 
 
 class NormBinding(NamedTuple):

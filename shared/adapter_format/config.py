@@ -7,7 +7,7 @@ from shared.adapter_format.fields import FIELDS
 from shared.adapter_format.files import CONFIG
 from shared.adapter_format.kinds import KINDS
 from shared.adapter_format.lora_config import ALL_LINEAR, BlockDiagonal, LoraConfig
-from shared.adapter_format.reasons import file_invalid, key_invalid, key_unsupported
+from shared.adapter_format.reasons import TRAIN_WITHOUT, file_invalid, key_invalid, key_unsupported
 from shared.adapter_format.strict_json import parse_object
 from shared.adapter_format.values import MAX_RANK, is_nothing
 
@@ -26,7 +26,11 @@ def parse_adapter_config(raw: bytes | Mapping[str, Any]) -> LoraConfig:
     """
     if isinstance(raw, bytes):
         if len(raw) > MAX_CONFIG_BYTES:
-            raise file_invalid(CONFIG, f"has {len(raw)} bytes; the limit is {MAX_CONFIG_BYTES}")
+            raise file_invalid(
+                CONFIG,
+                f"has {len(raw)} bytes, above the limit of {MAX_CONFIG_BYTES}",
+                "leave out what PEFT does not read",
+            )
         raw = parse_object(raw, CONFIG)
     _check_served(raw)
     values = {
@@ -45,7 +49,7 @@ def parse_adapter_config(raw: bytes | Mapping[str, Any]) -> LoraConfig:
 def _check_served(raw: Mapping[str, Any]) -> None:
     """Only LoRA, and no key that is refused or unknown with a value that means something."""
     if "peft_type" not in raw:
-        raise key_invalid("peft_type", "is missing")
+        raise key_invalid("peft_type", "is missing", "only LORA is served: name it, if the adapter is one")
     if raw["peft_type"] != "LORA":
         raise key_unsupported(
             "peft_type",
@@ -65,12 +69,14 @@ def _check_variants(config: LoraConfig) -> None:
     chosen = [key for key in _VARIANTS if getattr(config, key)]
     chosen += ["init_lora_weights"] * (config.init_lora_weights == "mica")
     if len(chosen) > 1:
-        raise key_invalid(chosen[1], f"cannot be used with {chosen[0]}")
+        raise key_invalid(chosen[1], f"cannot be used with {chosen[0]}", TRAIN_WITHOUT)
 
 
 def _check_layers(config: LoraConfig) -> None:
     """The combinations that PEFT's own LoraConfig refuses."""
     if isinstance(config.target_modules, str) and config.layers_to_transform is not None:
-        raise key_invalid("layers_to_transform", "cannot be used with a target_modules that is a string")
+        raise key_invalid(
+            "layers_to_transform", "cannot be used with a target_modules that is a string", "list the modules by name"
+        )
     if config.layers_pattern and config.layers_to_transform is None:
-        raise key_invalid("layers_pattern", "needs layers_to_transform")
+        raise key_invalid("layers_pattern", "needs layers_to_transform", "name the layers there, or remove the key")

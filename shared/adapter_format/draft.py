@@ -9,7 +9,7 @@ from shared.adapter_format.header import TensorInfo
 from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.names import AdapterNames, Site
 from shared.adapter_format.overrides import Overrides
-from shared.adapter_format.reasons import tensor_invalid
+from shared.adapter_format.reasons import OTHER_BASE, tensor_invalid
 from shared.adapter_format.targets import Targets
 from shared.base_model import ModelConfig
 
@@ -51,11 +51,16 @@ class Draft:
                 return roles_there.pop(role)
         return None
 
-    def require(self, site: Site, *roles: str, reason: str) -> str:
-        """As `take`; AdapterInvalid naming the first of `roles` if none is there. `reason`: why it must be."""
+    def require(self, site: Site, *roles: str, key: str, advice: str = "") -> str:
+        """As `take`; AdapterInvalid naming the first of `roles` if none is there, though `key` of the config promises
+        it. `advice`: what to do other than to save it or to take the key back."""
         tensor = self.take(site, *roles)
         if tensor is None:
-            raise tensor_invalid(self.names.tensor(site, roles[0]), f"is missing: {reason}")
+            raise tensor_invalid(
+                self.names.tensor(site, roles[0]),
+                f"is missing: {key} promises it",
+                advice or f"save it with the adapter, or remove {key}",
+            )
         return tensor
 
     def leave_unread(self, site: Site, *roles: str) -> None:
@@ -69,9 +74,11 @@ class Draft:
         info = self.tensors[tensor]
         check_dtype(tensor, info)
         if info.shape != shape:
-            raise tensor_invalid(tensor, f"has shape {list(info.shape)}; the base model takes {list(shape)}")
+            raise tensor_invalid(
+                tensor, f"has shape {list(info.shape)}, not {list(shape)} as the base model takes", OTHER_BASE
+            )
 
 
 def check_dtype(tensor: str, info: TensorInfo) -> None:
     if info.dtype not in FLOATS:
-        raise tensor_invalid(tensor, f"has dtype {info.dtype}; it must be one of {', '.join(FLOATS)}")
+        raise tensor_invalid(tensor, f"has dtype {info.dtype}", f"save it as one of {', '.join(FLOATS)}")

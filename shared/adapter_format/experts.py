@@ -16,7 +16,7 @@ from shared.adapter_format.header import TensorInfo
 from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.overrides import Overrides
 from shared.adapter_format.patterns import StepBudget
-from shared.adapter_format.reasons import key_invalid, tensor_invalid
+from shared.adapter_format.reasons import OTHER_BASE, SAVE_AGAIN, TRAIN_WITHOUT, key_invalid, tensor_invalid
 
 ParameterName = Literal["gate_up_proj", "down_proj"]
 
@@ -119,7 +119,7 @@ def plan_experts(config: LoraConfig, tensors: Mapping[str, TensorInfo], layers: 
         used |= {a, _other(a)}
     for tensor in tensors:
         if tensor not in used:
-            raise tensor_invalid(tensor, "belongs to no lora_A of an expert")
+            raise tensor_invalid(tensor, "belongs to no lora_A of an expert", SAVE_AGAIN)
     _check_promised(config, fused, layers)
     return ExpertPlan(tuple(fused), tuple(by_expert), others)
 
@@ -135,7 +135,8 @@ class _Scales:
     def scale(self, a: str, name: str, rank: int) -> float:
         promised = self._ranks.value(name)
         if rank != promised:
-            raise tensor_invalid(a, f"has rank {rank}; adapter_config.json says {promised:g} (r or rank_pattern)")
+            problem = f"has rank {rank}; adapter_config.json says {promised:g} (r or rank_pattern)"
+            raise tensor_invalid(a, problem, "correct r and rank_pattern")
         return self._alphas.value(name) / (math.sqrt(rank) if self._use_rslora else rank)
 
 
@@ -151,15 +152,16 @@ def _fused(
     experts = _experts(a, match["path"], by_path)
     targets = _names(config, experts)
     if not targets:
-        raise tensor_invalid(a, "target_parameters names no parameter of these experts")
+        raise tensor_invalid(a, "target_parameters names no parameter of these experts", SAVE_AGAIN)
     # The first one in the order of definition is wrapped first, and so lies within.
     parameter = targets[0] if match["inner"] else targets[-1]
     if match["inner"] and len(targets) == 1:
-        raise tensor_invalid(a, "lies under base_layer, though target_parameters names one parameter only")
+        raise tensor_invalid(a, "lies under base_layer, though target_parameters names one parameter only", SAVE_AGAIN)
     rows, columns = experts.shape(parameter)
     total = info.shape[0] if len(info.shape) == 2 else 0
     if total == 0 or total % experts.num_experts:
-        raise tensor_invalid(a, f"has shape {list(info.shape)}; {experts.num_experts} experts take as many equal ranks")
+        problem = f"has shape {list(info.shape)}; {experts.num_experts} experts take as many equal ranks"
+        raise tensor_invalid(a, problem, OTHER_BASE)
     b = _check_pair(a, tensors, (total, columns), (rows, total))
     rank = total // experts.num_experts
     scale = scales.scale(a, f"{match['path']}.{parameter}", rank)
@@ -178,7 +180,7 @@ def _by_expert(
     experts = _experts(a, match["path"].replace(".block_sparse_moe.", ".mlp."), by_path)
     expert = int(match["expert"])
     if expert >= experts.num_experts:
-        raise tensor_invalid(a, f"the base model has experts 0 to {experts.num_experts - 1}")
+        raise tensor_invalid(a, f"the base model has experts 0 to {experts.num_experts - 1}", OTHER_BASE)
     parameter, part = _LINEARS[match["linear"]]
     rows, columns = experts.shape(parameter)
     if parameter == "gate_up_proj":
@@ -191,7 +193,7 @@ def _by_expert(
 
 def _experts(tensor: str, path: str, by_path: Mapping[str, Experts]) -> Experts:
     if path not in by_path:
-        raise tensor_invalid(tensor, "belongs to no experts of this base model")
+        raise tensor_invalid(tensor, "belongs to no experts of this base model", OTHER_BASE)
     return by_path[path]
 
 
@@ -210,11 +212,12 @@ def _check_pair(a: str, tensors: Mapping[str, TensorInfo], a_shape: tuple[int, i
     """The name of B, once both are what they must be."""
     b = _other(a)
     if b not in tensors:
-        raise tensor_invalid(a, "its lora_B is missing")
+        raise tensor_invalid(a, "its lora_B is missing", SAVE_AGAIN)
     for name, shape in ((a, a_shape), (b, b_shape)):
         check_dtype(name, tensors[name])
         if tensors[name].shape != shape or 0 in shape:
-            raise tensor_invalid(name, f"has shape {list(tensors[name].shape)}; the base model takes {list(shape)}")
+            problem = f"has shape {list(tensors[name].shape)}, not {list(shape)} as the base model takes"
+            raise tensor_invalid(name, problem, OTHER_BASE)
     return b
 
 
@@ -224,7 +227,9 @@ def _check_promised(config: LoraConfig, fused: Sequence[FusedBinding], layers: S
         for name in _names(config, experts):
             if (experts.path, name) not in present:
                 raise tensor_invalid(
-                    f"{experts.path}.lora_A.weight", f"is missing: target_parameters promises LoRA on {name}"
+                    f"{experts.path}.lora_A.weight",
+                    f"is missing: target_parameters promises LoRA on {name}",
+                    SAVE_AGAIN,
                 )
 
 
@@ -238,4 +243,4 @@ def _check_variants(config: LoraConfig) -> None:
         "alora_invocation_tokens": bool(config.alora_invocation_tokens),
     }.items():
         if is_set:
-            raise key_invalid(key, "cannot be used with target_parameters")
+            raise key_invalid(key, "cannot be used with target_parameters", TRAIN_WITHOUT)

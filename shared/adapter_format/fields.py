@@ -9,7 +9,7 @@ from typing import Any
 
 from shared.adapter_format import values
 from shared.adapter_format.kinds import KINDS
-from shared.adapter_format.reasons import key_invalid
+from shared.adapter_format.reasons import key_invalid, value_invalid
 from shared.adapter_format.values import MAX_ENTRIES, Field, informational, refused, used
 
 # What PEFT targets on Llama, Mistral, Qwen2 and Qwen3 when target_modules is null
@@ -20,7 +20,7 @@ DEFAULT_TARGETS = ("q_proj", "v_proj")
 def _target_modules(key: str, value: Any) -> tuple[str, ...] | str:
     targets = DEFAULT_TARGETS if value is None else values.names_or_pattern(key, value)
     if not targets:
-        raise key_invalid(key, "is empty")
+        raise key_invalid(key, "is empty", "name the modules that the tensors belong to")
     return targets
 
 
@@ -29,7 +29,7 @@ def _layers(key: str, value: Any) -> tuple[int, ...] | None:
     if layers is None or layers == []:
         return None
     if not isinstance(layers, list) or len(layers) > MAX_ENTRIES or not all(type(i) is int and i >= 0 for i in layers):
-        raise key_invalid(key, "must be a layer index or a list of them")
+        raise value_invalid(key, "a layer index or a list of them")
     return tuple(layers)
 
 

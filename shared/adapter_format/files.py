@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from shared.adapter_format.reasons import file_invalid
+from shared.adapter_format.reasons import SAVE_AGAIN, file_invalid
 from shared.errors import UnsupportedAdapter
 
 CONFIG = "adapter_config.json"
@@ -35,7 +35,7 @@ def named_folder(names: Iterable[str], folders: Sequence[str]) -> str | None:
         return None
     if len(below) > 1:
         shown = ", ".join(below[:5])[:200]
-        raise file_invalid(CONFIG, f"is missing from the adapter's folder, which holds others: name one of {shown}")
+        raise file_invalid(CONFIG, "is missing from the adapter's folder, which holds others", f"name one of {shown}")
     return below[0]
 
 
@@ -49,8 +49,8 @@ def adapter_files(names: Iterable[str]) -> AdapterFiles:
     listing = set(names)
     if CONFIG not in listing:
         below = sorted(name for name in listing if name.endswith(f"/{CONFIG}"))
-        hint = f"; {below[0][:200]} exists: name that folder" if below else ""
-        raise file_invalid(CONFIG, f"is missing from the adapter's folder{hint}")
+        advice = f"{below[0][:200]} exists: name that folder" if below else SAVE_AGAIN
+        raise file_invalid(CONFIG, "is missing from the adapter's folder", advice)
     if WEIGHTS in listing:
         return AdapterFiles(CONFIG, WEIGHTS)
     if sharded := sorted(name for name in listing if name.startswith("adapter_model") and ".safetensors" in name):
@@ -64,4 +64,4 @@ def adapter_files(names: Iterable[str]) -> AdapterFiles:
             "safe_serialization=True",
             metadata={"file": PICKLE},
         )
-    raise file_invalid(WEIGHTS, "is missing from the adapter's folder")
+    raise file_invalid(WEIGHTS, "is missing from the adapter's folder", SAVE_AGAIN)

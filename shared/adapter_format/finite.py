@@ -33,7 +33,7 @@ def check_finite(tensor: str, dtype: str, data: bytes | bytearray | memoryview) 
         AdapterInvalid: one of them is NaN or infinite, or the dtype is not one of these.
     """
     if dtype not in _EXPONENTS:
-        raise tensor_invalid(tensor, f"dtype {dtype} is not a floating-point dtype that is served")
+        raise tensor_invalid(tensor, f"dtype {dtype} is no floating-point dtype that is served", "save it as float32")
     unsigned, signed, exponent = _EXPONENTS[dtype]
     bits = np.frombuffer(data, unsigned)
     step = _PIECE_BYTES // ITEM_SIZES[dtype]
@@ -42,7 +42,8 @@ def check_finite(tensor: str, dtype: str, data: bytes | bytearray | memoryview) 
         piece = bits[start : start + step]
         # As a signed number, only a positive one that is not finite is as large; as an unsigned one, a negative.
         if piece.view(signed).max() >= exponent or piece.max() >= negative:
-            raise tensor_invalid(tensor, "holds NaN or Inf" + ", or a number beyond float32" * (dtype == "F64"))
+            problem = "holds NaN or Inf" + ", or a number beyond float32" * (dtype == "F64")
+            raise tensor_invalid(tensor, problem, "save a checkpoint from before training diverged")
 
 
 def is_all_zero(dtype: str, data: bytes | bytearray | memoryview) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.adapter_format.reasons import file_invalid, tensor_invalid
+from shared.adapter_format.reasons import COPY_AGAIN, file_invalid, tensor_invalid
 from shared.adapter_format.strict_json import parse_object
 
 MAX_HEADER_BYTES = 16 << 20
@@ -47,16 +47,16 @@ def read_header(
     """
     prefix = read(0, 8)
     if size < 8 or len(prefix) < 8:
-        raise file_invalid(file, f"is truncated: {size} bytes")
+        raise file_invalid(file, f"is truncated: {size} bytes", COPY_AGAIN)
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
-        raise file_invalid(file, f"has a header of {length} bytes; the limit is {MAX_HEADER_BYTES}")
+        raise file_invalid(file, f"has a header of {length} bytes; the limit is {MAX_HEADER_BYTES}", COPY_AGAIN)
     header = read(8, length) if 8 + length <= size else b""
     if len(header) < length:
-        raise file_invalid(file, f"is truncated: {size} bytes with a header of {length}")
+        raise file_invalid(file, f"is truncated: {size} bytes with a header of {length}", COPY_AGAIN)
     entries = parse_object(header, file)
     if not isinstance(entries.pop("__metadata__", {}), dict):
-        raise file_invalid(file, "__metadata__ is not an object")
+        raise file_invalid(file, "__metadata__ is not an object", COPY_AGAIN)
     tensors = {name: _tensor(name, entry, 8 + length) for name, entry in entries.items()}
     ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)))
     _check_layout(ordered, 8 + length, size, file)
@@ -75,19 +75,19 @@ def read_header_of(path: Path) -> dict[str, TensorInfo]:
 
 def _tensor(name: str, entry: Any, data_start: int) -> TensorInfo:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise tensor_invalid(name, "its header entry must have dtype, shape and data_offsets")
+        raise tensor_invalid(name, "its header entry must have dtype, shape and data_offsets", COPY_AGAIN)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
-        raise tensor_invalid(name, f"dtype {dtype!r:.40} is not known")
+        raise tensor_invalid(name, f"dtype {dtype!r:.40} is not known", "save it as float32")
     if not _is_ints(shape, MAX_DIMENSION) or len(shape) > MAX_DIMENSIONS:
-        raise tensor_invalid(name, f"shape {shape!r:.80} is not a list of at most {MAX_DIMENSIONS} sizes")
+        raise tensor_invalid(name, f"shape {shape!r:.80} is not a list of at most {MAX_DIMENSIONS} sizes", COPY_AGAIN)
     if not _is_ints(offsets, 1 << 62) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise tensor_invalid(name, f"data_offsets {offsets!r:.80} is not [begin, end]")
+        raise tensor_invalid(name, f"data_offsets {offsets!r:.80} is not [begin, end]", COPY_AGAIN)
     expected = ITEM_SIZES[dtype]
     for dimension in shape:
         expected *= dimension
     if offsets[1] - offsets[0] != expected:
-        raise tensor_invalid(name, f"has {offsets[1] - offsets[0]} bytes; {dtype} {shape} takes {expected}")
+        raise tensor_invalid(name, f"has {offsets[1] - offsets[0]} bytes; {dtype} {shape} takes {expected}", COPY_AGAIN)
     return TensorInfo(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
 
@@ -100,9 +100,11 @@ def _check_layout(ordered: Mapping[str, TensorInfo], data_start: int, size: int,
     for name, tensor in ordered.items():
         if tensor.begin != end:
             problem = "overlaps the tensor before it" if tensor.begin < end else "leaves a hole before it"
-            raise tensor_invalid(name, f"{problem} in the file")
+            raise tensor_invalid(name, f"{problem} in the file", COPY_AGAIN)
         if tensor.end > size:
-            raise tensor_invalid(name, f"the file is truncated: it ends at byte {size}, the tensor at {tensor.end}")
+            raise tensor_invalid(
+                name, f"the file is truncated: it ends at byte {size}, the tensor at {tensor.end}", COPY_AGAIN
+            )
         end = tensor.end
     if end != size:
-        raise file_invalid(file, f"has {size - end} bytes after the last tensor")
+        raise file_invalid(file, f"has {size - end} bytes after the last tensor", COPY_AGAIN)

@@ -5,7 +5,7 @@ from shared.adapter_format.draft import Draft
 from shared.adapter_format.kinds import block_diagonal, qalora
 from shared.adapter_format.names import EMBED, HEAD, Site, linear_site
 from shared.adapter_format.pair import rank_and_scale, take_pair
-from shared.adapter_format.reasons import tensor_invalid
+from shared.adapter_format.reasons import OTHER_BASE, SAVE_AGAIN, tensor_invalid
 from shared.adapter_format.targets import suffixes
 from shared.base_model import MODULES, linear_shape, module_path
 
@@ -46,12 +46,12 @@ def _check_promises(draft: Draft) -> None:
     for name, site in places.items():
         if _has_lora(draft, site) and name not in promised:
             tensor = next(tensor for role, tensor in draft.names.found[site].items() if role.startswith("lora_"))
-            raise tensor_invalid(tensor, "target_modules and the keys beside it do not name this module")
+            raise tensor_invalid(tensor, "target_modules and the keys beside it do not name this module", SAVE_AGAIN)
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         role = _FIRST_ROLE.get(places[missing[0]], "lora_A.weight")
         tensor = draft.names.tensor(places[missing[0]], role)
-        raise tensor_invalid(tensor, f"is missing: target_modules promises {shown}")
+        raise tensor_invalid(tensor, f"is missing: target_modules promises {shown}", f"{OTHER_BASE}, or save it again")
     if not isinstance(draft.targets.names, str):
         known = {suffix for name in places for suffix in suffixes(name)}
         unknown = sorted(set(draft.targets.names) - known)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from shared.adapter_format.files import WEIGHTS
-from shared.adapter_format.reasons import file_invalid, tensor_invalid
+from shared.adapter_format.reasons import OTHER_BASE, SAVE_AGAIN, file_invalid, tensor_invalid
 from shared.base_model import MODULES, ModelConfig
 
 MAX_NAME_LENGTH = 512
@@ -100,14 +100,16 @@ def read_names(tensors: Iterable[str], model: ModelConfig) -> AdapterNames:
             site = Site(OUTSIDE, match["outer"]) if match["outer"] else _in_layer(tensor, match, model)
         found.setdefault(site, {})[match["role"]] = tensor
     if not found and not unknown:
-        raise file_invalid(WEIGHTS, "holds no tensor")
+        raise file_invalid(WEIGHTS, "holds no tensor", SAVE_AGAIN)
     prefix, head = _joined(style, of_head, found)
     return AdapterNames(prefix, head, of_head[1] if of_head else _wrapper(head), found, tuple(unknown))
 
 
 def _check_style(tensor: str, expected: tuple[str, str], style: tuple[str, str]) -> None:
     if style != expected:
-        raise tensor_invalid(tensor, f"is named differently from others, which begin with {''.join(expected)}")
+        raise tensor_invalid(
+            tensor, f"is named differently from others, which begin with {''.join(expected)}", SAVE_AGAIN
+        )
 
 
 def _joined(
@@ -121,7 +123,7 @@ def _joined(
     if of_head[0] == _OLD_PREFIX and style[0] == _PREFIX:
         return _OLD_PREFIX, f"model.{style[1]}"
     tensor = next(iter(found[HEAD].values()))
-    raise tensor_invalid(tensor, f"is named differently from others, which begin with {''.join(style)}")
+    raise tensor_invalid(tensor, f"is named differently from others, which begin with {''.join(style)}", SAVE_AGAIN)
 
 
 def linear_site(layer: int, module: int) -> Site:
@@ -131,7 +133,7 @@ def linear_site(layer: int, module: int) -> Site:
 def _in_layer(tensor: str, match: re.Match[str], model: ModelConfig) -> Site:
     layer = int(match["layer"])
     if layer >= model.num_layers:
-        raise tensor_invalid(tensor, f"the base model has layers 0 to {model.num_layers - 1}")
+        raise tensor_invalid(tensor, f"the base model has layers 0 to {model.num_layers - 1}", OTHER_BASE)
     return Site(layer, match["part"].rpartition(".")[2])
 
 

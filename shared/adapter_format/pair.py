@@ -4,11 +4,12 @@ import math
 
 from shared.adapter_format.draft import Draft, check_dtype
 from shared.adapter_format.names import Site
-from shared.adapter_format.reasons import tensor_invalid, tensor_unsupported
+from shared.adapter_format.reasons import OTHER_BASE, SAVE_AGAIN, tensor_invalid, tensor_unsupported
 from shared.adapter_format.values import MAX_RANK
 
 Blocks = tuple[int, int]
 DENSE: Blocks = (1, 1)
+_BLOCKS = "set nblocks as in training"
 
 
 def take_pair(
@@ -20,7 +21,7 @@ def take_pair(
         return None
     if a is None or b is None:
         missing = roles[0] if a is None else roles[1]
-        raise tensor_invalid(a or b or "", f"its {missing.removesuffix('.weight')} is missing")
+        raise tensor_invalid(a or b or "", f"its {missing.removesuffix('.weight')} is missing", SAVE_AGAIN)
     return a, b
 
 
@@ -41,27 +42,36 @@ def rank_and_scale(
         check_dtype(name, info)
         if len(info.shape) != 2 or 0 in info.shape:
             raise tensor_invalid(
-                name, f"has shape {list(info.shape)}, not a matrix; sharded training must gather weights before saving"
+                name,
+                f"has shape {list(info.shape)}, not a matrix",
+                "sharded training must gather weights before saving",
             )
     rank = infos[0].shape[0]
     _check_columns(a, infos[0].shape, columns, blocks[0], "r")
     if rank % blocks[0] or rank % blocks[1]:
-        raise tensor_invalid(a, f"has rank {rank}, which use_bdlora's nblocks does not divide")
+        raise tensor_invalid(a, f"has rank {rank}, which use_bdlora's nblocks does not divide", _BLOCKS)
     if rows % blocks[1]:
-        raise tensor_invalid(b, f"has {rows} rows, which use_bdlora's nblocks does not divide")
+        raise tensor_invalid(b, f"has {rows} rows, which use_bdlora's nblocks does not divide", _BLOCKS)
     if infos[1].shape != (rows, rank // blocks[1]):
         shape = [rows, rank // blocks[1]]
-        raise tensor_invalid(b, f"has shape {list(infos[1].shape)}; the base model and lora_A take {shape}")
+        raise tensor_invalid(
+            b, f"has shape {list(infos[1].shape)}, not {shape} as the base model and lora_A take", OTHER_BASE
+        )
     if rank > MAX_RANK:
-        raise tensor_unsupported(a, "r", f"rank {rank} is above the limit of {MAX_RANK}")
+        raise tensor_unsupported(a, "r", f"rank {rank} is above the limit of {MAX_RANK}; train with a smaller rank")
     name = draft.names.module(site)
     promised = draft.ranks.value(name)
     if rank != promised and not is_tied:
-        raise tensor_invalid(a, f"has rank {rank}; adapter_config.json says {promised:g} (r or rank_pattern)")
+        problem = f"has rank {rank}; adapter_config.json says {promised:g} (r or rank_pattern)"
+        raise tensor_invalid(
+            a, problem, "correct r and rank_pattern: saving sorts patterns, and the first that matches counts"
+        )
     return rank, draft.alphas.value(name) / (math.sqrt(promised) if draft.config.use_rslora else promised)
 
 
 def _check_columns(tensor: str, shape: tuple[int, ...], columns: int, blocks: int, rows: str) -> None:
     if columns % blocks or shape[1] != columns // blocks:
         shown = f"{columns // blocks}" + (f" ({columns} in {blocks} blocks)" if blocks > 1 else "")
-        raise tensor_invalid(tensor, f"has shape {list(shape)}; the base model's module takes [{rows}, {shown}]")
+        raise tensor_invalid(
+            tensor, f"has shape {list(shape)}, not [{rows}, {shown}] as the base model takes", OTHER_BASE
+        )

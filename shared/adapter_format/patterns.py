@@ -46,7 +46,7 @@ class StepBudget:
         """Take `steps`; raises AdapterInvalid naming the config key whose pattern was running when none are left."""
         self.left -= steps
         if self.left < 0:
-            raise key_invalid(key, "holds patterns that take too long to match; write simpler ones")
+            raise key_invalid(key, "holds patterns that take too long to match", "write simpler ones")
 
 
 class NamePattern:
@@ -66,7 +66,9 @@ class NamePattern:
         self.key = key
         self.whole = whole
         if len(source) > MAX_PATTERN_LENGTH:
-            raise key_invalid(key, f"holds a pattern of {len(source)} characters; the limit is {MAX_PATTERN_LENGTH}")
+            raise key_invalid(
+                key, f"holds a pattern of {len(source)} characters", f"write at most {MAX_PATTERN_LENGTH}"
+            )
         text = form.replace("{}", source)
         self._plain = re.compile(text) if _PLAIN.fullmatch(source) else None
         self._nodes = () if self._plain else _parse(text, source, key)
@@ -84,7 +86,7 @@ def _parse(text: str, source: str, key: str) -> Sequence[Any]:
     try:
         tree = _sre.parse(text)
     except (re.error, OverflowError, RecursionError, Warning) as error:
-        raise key_invalid(key, f"holds {source!r:.100}, which is not a regular expression: {error!s:.100}") from None
+        raise key_invalid(key, f"holds {source!r:.100}, no regular expression: {error!s:.100}", "correct it") from None
     if tree.state.flags & ~re.UNICODE:
         raise key_unsupported(key, f"inline flags in {source!r:.100} are not supported; spell the letters out")
     _check(tree, source, key, 0)
@@ -94,7 +96,7 @@ def _parse(text: str, source: str, key: str) -> Sequence[Any]:
 def _check(nodes: Iterable[Any], source: str, key: str, depth: int) -> None:
     """Every node below must be one that `_Walk` knows."""
     if depth > MAX_NESTING:
-        raise key_invalid(key, f"holds {source!r:.100}, which is nested too deeply")
+        raise key_invalid(key, f"holds {source!r:.100}, which is nested too deeply", "write a simpler one")
     for op, argument in nodes:
         match op.name:
             case "BRANCH":
@@ -106,7 +108,7 @@ def _check(nodes: Iterable[Any], source: str, key: str, depth: int) -> None:
             case "ASSERT" | "ASSERT_NOT":
                 children = [argument[1]]
                 if argument[0] < 0 and len(set(argument[1].getwidth())) > 1:
-                    raise key_invalid(key, f"holds {source!r:.100}, whose lookbehind has no fixed width")
+                    raise key_invalid(key, f"holds {source!r:.100}", "give its lookbehind a fixed width")
             case "AT" if argument.name in _ANCHORS:
                 children = []
             case name if name in _CHARACTER_NODES:

@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any, NoReturn
 
-from shared.adapter_format.reasons import file_invalid
+from shared.adapter_format.reasons import COPY_AGAIN, file_invalid
 
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -22,9 +22,9 @@ def parse_object(raw: bytes, file: str) -> dict[str, Any]:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise file_invalid(file, f"is not valid JSON: {reason:.200}") from None
+        raise file_invalid(file, f"is not valid JSON: {reason:.200}", COPY_AGAIN) from None
     if not isinstance(value, dict):
-        raise file_invalid(file, "is not a JSON object")
+        raise file_invalid(file, "is not a JSON object", COPY_AGAIN)
     return value
 
 

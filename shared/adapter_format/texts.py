@@ -10,6 +10,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 
 # Largest sizes in bytes. Llama 3's tokenizer.json has 17 MB, Gemma 3's 33 MB.
 MAX_BYTES = {TOKENIZER: 48 << 20, TOKENIZER_CONFIG: 8 << 20, CHAT_TEMPLATE: 1 << 20}
+_SLOW = ("tokenizer.model", "vocab.json")  # what a tokenizer is saved as that has no fast form
 
 
 def text_files(names: Iterable[str], config: str = CONFIG) -> tuple[str, ...]:
@@ -17,3 +18,29 @@ def text_files(names: Iterable[str], config: str = CONFIG) -> tuple[str, ...]:
     folder = config.removesuffix(CONFIG)
     listing = set(names)
     return tuple(sorted(f"{folder}{name}" for name in MAX_BYTES if f"{folder}{name}" in listing))
+
+
+def text_warnings(beside: Iterable[str], above: Iterable[str], extra_vocab: int) -> tuple[str, ...]:
+    """What of an adapter's text is not used, and what to do about it.
+
+    Args:
+        beside: Names of the files beside its config.
+        above: Names of the files in the folder that was named, if the adapter lies one below.
+        extra_vocab: Token ids that it adds.
+    """
+    found = set(beside)
+    warnings = [
+        f"{name} lies in the folder above the adapter's and is not used; put it beside {CONFIG}"
+        for name in text_files(above)
+        if name not in found
+    ]
+    if TOKENIZER not in found:
+        warnings += [
+            f"{name} is not read; save the fast tokenizer, {TOKENIZER}, beside it" for name in _SLOW if name in found
+        ]
+        if extra_vocab:
+            warnings.append(
+                f"the adapter adds {extra_vocab} tokens and brings no {TOKENIZER}: they have no text, and requests can "
+                "only name their ids; save the tokenizer with the adapter"
+            )
+    return tuple(warnings)

@@ -4,7 +4,8 @@ import re
 from typing import NamedTuple
 
 from shared.adapter_format.kinds.experts import ADVICE as EXPERTS_ADVICE
-from shared.adapter_format.reasons import tensor_invalid, tensor_unsupported
+from shared.adapter_format.kinds.saved_modules import LINEARS_ADVICE
+from shared.adapter_format.reasons import OTHER_BASE, tensor_invalid, tensor_unsupported
 from shared.errors import LoraplexError
 
 
@@ -29,11 +30,12 @@ _KINDS = (
     _LeftOver(
         r"(^|\.)([qkvo]_proj|gate_proj|up_proj|down_proj)(\.base_layer)?\.weight$",
         "modules_to_save",
-        "fully trained linears are not served; train LoRA on them, or merge the adapter into the base model and "
-        "register that as a base model",
+        LINEARS_ADVICE,
     ),
     _LeftOver(
-        r"(^|\.)(score|classifier|qa_outputs|v_head)\..*$", "modules_to_save", "only causal language models are served"
+        r"(^|\.)(score|classifier|qa_outputs|v_head)\..*$",
+        "modules_to_save",
+        "only causal language models are served; train with task_type CAUSAL_LM",
     ),
     _unasked(r"\.lora_magnitude_vector(\.weight)?$", "use_dora"),
     _unasked(r"\.lora_B\.bias$", "lora_bias"),
@@ -44,13 +46,30 @@ _KINDS = (
         "modules_to_save",
     ),
 )
+# Names that no loader knows: pattern, what is wrong, what to do.
+_MISNAMED = (
+    (
+        r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.",
+        "its name has in it what wrapped the model in training",
+        "unwrap the model, and save it with save_pretrained",
+    ),
+    (
+        r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\.(?!weight$|bias$)[^.]+(\.weight|\.bias)?$",
+        "its name has the adapter's in it, which PEFT would not find",
+        "save it with save_pretrained, which leaves that out",
+    ),
+)
 
 
 def left_over(tensor: str) -> LoraplexError:
     """The error for a tensor that nothing of the config asks for."""
+    for pattern, problem, advice in _MISNAMED:
+        if re.search(pattern, tensor):
+            return tensor_invalid(tensor, problem, advice)
     for kind in _KINDS:
         if re.search(kind.pattern, tensor):
             if kind.advice:
                 return tensor_unsupported(tensor, kind.key, kind.advice)
-            return tensor_invalid(tensor, f"{kind.key} of adapter_config.json does not ask for it on this base model")
-    return tensor_invalid(tensor, "belongs to no module of this base model")
+            problem = f"{kind.key} of adapter_config.json does not ask for it on this base model"
+            return tensor_invalid(tensor, problem, f"set {kind.key} as in training, or remove the tensor")
+    return tensor_invalid(tensor, "belongs to no module of this base model", f"{OTHER_BASE}, or remove the tensor")

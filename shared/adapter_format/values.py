@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from shared.adapter_format.reasons import key_invalid, key_unsupported
+from shared.adapter_format.reasons import key_unsupported, value_invalid
 
 MAX_RANK = 512
 MAX_ENTRIES = 4096
@@ -44,7 +44,7 @@ def is_nothing(value: Any) -> bool:
 
 def rank(key: str, value: Any) -> int:
     if type(value) is not int or value < 1:
-        raise key_invalid(key, f"must be a whole number from 1, is {value!r:.60}")
+        raise value_invalid(key, f"a whole number from 1, is {value!r:.60}")
     if value > MAX_RANK:
         raise key_unsupported(key, f"rank {value} is above the limit of {MAX_RANK}; train with a smaller rank")
     return value
@@ -53,7 +53,7 @@ def rank(key: str, value: Any) -> int:
 def alpha(key: str, value: Any) -> float:
     """Alpha 0 is refused: the adapter would silently do nothing."""
     if type(value) not in (int, float) or value == 0 or not abs(value) < LARGEST_ALPHA:
-        raise key_invalid(key, f"must be a finite number other than zero, is {value!r:.60}")
+        raise value_invalid(key, f"a finite number other than zero, is {value!r:.60}")
     return float(value)
 
 
@@ -64,19 +64,19 @@ def alpha_of_some(key: str, value: Any) -> float:
 
 def flag(key: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise key_invalid(key, f"must be true or false, is {value!r:.60}")
+        raise value_invalid(key, f"true or false, is {value!r:.60}")
     return value
 
 
 def count(key: str, value: Any) -> int:
     if type(value) is not int or not 1 <= value <= 1 << 20:
-        raise key_invalid(key, f"must be a whole number from 1, is {value!r:.60}")
+        raise value_invalid(key, f"a whole number from 1, is {value!r:.60}")
     return value
 
 
 def text(key: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise key_invalid(key, f"must be a string, is {value!r:.60}")
+        raise value_invalid(key, f"a string, is {value!r:.60}")
     return value
 
 
@@ -88,19 +88,19 @@ def names(key: str, value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_ENTRIES or not all(isinstance(name, str) for name in value):
-        raise key_invalid(key, f"must be a string or a list of at most {MAX_ENTRIES} strings")
+        raise value_invalid(key, f"a string or a list of at most {MAX_ENTRIES} strings")
     return tuple(value)
 
 
 def token_ids(key: str, value: Any) -> tuple[int, ...]:
     """Ids in the order of the file, none of them negative."""
     if not isinstance(value, list) or not all(type(i) is int and 0 <= i < LARGEST_TOKEN for i in value):
-        raise key_invalid(key, "must be a list of token ids")
+        raise value_invalid(key, "a list of token ids")
     return tuple(value)
 
 
 def pattern(key: str, value: Any, read: Callable[[str, Any], Any]) -> tuple[tuple[str, Any], ...]:
     """An object of values by pattern, in the order of the file."""
     if not isinstance(value, Mapping) or len(value) > MAX_ENTRIES:
-        raise key_invalid(key, f"must be an object of at most {MAX_ENTRIES} patterns")
+        raise value_invalid(key, f"an object of at most {MAX_ENTRIES} patterns")
     return tuple((source, read(f"{key}.{source}", entry)) for source, entry in value.items())

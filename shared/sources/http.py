@@ -8,7 +8,9 @@ import http.client
 import ipaddress
 import socket
 import ssl
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 from urllib.parse import urljoin, urlsplit
 
@@ -91,8 +93,9 @@ class GuardedClient:
         connection = http.client.HTTPConnection(target.host, target.port, timeout=self._access.patience.read)
         try:
             connection.sock = self._connect(target, addresses)
-            connection.request("GET", target.path, headers={"Connection": "close", **_PLAIN, **headers})
-            return _Answer(connection.getresponse(), connection)
+            with _cut_after(self._access.patience.answer, connection.sock):
+                connection.request("GET", target.path, headers={"Connection": "close", **_PLAIN, **headers})
+                return _Answer(connection.getresponse(), connection)
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise _interrupted(error, metadata) from None
@@ -111,10 +114,38 @@ class GuardedClient:
             try:
                 plain = socket.create_connection((str(address), target.port), self._access.patience.connect)
                 plain.settimeout(self._access.patience.read)
-                return self._tls.wrap_socket(plain, server_hostname=target.host) if target.scheme == "https" else plain
+                return self._with_tls(plain, target.host) if target.scheme == "https" else plain
             except OSError as error:
                 failure = error
         raise failure
+
+    def _with_tls(self, plain: socket.socket, host: str) -> ssl.SSLSocket:
+        secured = self._tls.wrap_socket(plain, server_hostname=host, do_handshake_on_connect=False)
+        try:
+            with _cut_after(self._access.patience.answer, secured):
+                secured.do_handshake()
+        except BaseException:
+            secured.close()
+            raise
+        return secured
+
+
+@contextmanager
+def _cut_after(seconds: float, connection: socket.socket) -> Iterator[None]:
+    """Whoever reads from the connection meanwhile finds it ended after so long: a server may send a byte now and then,
+    for ever."""
+
+    def cut() -> None:
+        with suppress(OSError):
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def is_public(address: _Address) -> bool:

@@ -106,7 +106,7 @@ class HubSource:
             self._listing = [sibling.rfilename for sibling in info.siblings or ()]
             return str(info.sha)
 
-        return patiently(ask, self._access)
+        return patiently(ask, self._access, self._metadata())
 
     def _get(self, name: str, start: int, end: int) -> Body:
         url = hf_hub_url(

@@ -14,14 +14,16 @@ from shared.sources.credentials import EVERY_NAMESPACE, Credential
 class Patience(NamedTuple):
     """How long remote sources are waited for, in seconds.
 
-    `connect`, `read`: without an answer, without a byte. `attempts` that bring nothing, with `first_delay` after the
-    first and twice as long after each further one, up to `longest_delay`; a server that asks for more is given up.
+    `connect`, `read`: without an answer, without a byte. `answer`: until an answer has begun, or a list of files is
+    whole. `attempts` that bring nothing, with `first_delay` after the first and twice as long after each further one,
+    up to `longest_delay`; a server that asks for more is given up.
     `stall`: without a byte, over all attempts, of which no further one is made then.
     `least_rate`: bytes a second, over `pace` seconds, below which a source is given up.
     """
 
     connect: float = 5.0
     read: float = 10.0
+    answer: float = 60.0
     attempts: int = 5
     first_delay: float = 0.2
     longest_delay: float = 5.0

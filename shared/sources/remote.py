@@ -2,8 +2,10 @@
 
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
@@ -69,6 +71,26 @@ class Backoff:
             raise Draining("the service is stopping")
 
 
+class Pace:
+    """Notices a source that is slower than anybody waits for, however it spreads its bytes."""
+
+    def __init__(self, access: Access, metadata: Mapping[str, str]) -> None:
+        self._patience = access.patience
+        self._metadata = metadata
+        self._began, self._nbytes = time.monotonic(), 0
+
+    def keep(self, nbytes: int, *, is_last: bool) -> None:
+        """So many bytes more have come. Raises SourceUnavailable if these were too few for their time."""
+        self._nbytes += nbytes
+        elapsed = time.monotonic() - self._began
+        if elapsed < self._patience.pace:
+            return
+        if self._nbytes < self._patience.least_rate * elapsed and not is_last:
+            problem = f"{self._nbytes} bytes came in {elapsed:.0f} seconds: the source is too slow"
+            raise SourceUnavailable(problem, metadata=self._metadata, retry_after=_RETRY_SECONDS)
+        self._began, self._nbytes = time.monotonic(), 0
+
+
 class RemoteFile:
     """Bytes [start, end) of a remote file, read from their beginning to their end.
 
@@ -90,12 +112,12 @@ class RemoteFile:
         end: int | None = None,
     ) -> None:
         self._open_range = open_range
+        self._access = access
         self._stopping = access.stopping
-        self._patience = access.patience
         self._metadata = metadata
         self._offset = start
         self._backoff = Backoff(access)
-        self._pace_start, self._pace_bytes = time.monotonic(), 0
+        self._pace = Pace(access, metadata)
         self._body: Body | None = None
         first = self._patiently(lambda: self._ask(start + HEAD_BYTES if end is None else end))
         self.size, self._etag = first.size, first.etag
@@ -110,7 +132,7 @@ class RemoteFile:
         piece = self._patiently(lambda: self._piece(wanted))
         self._backoff.reset()
         self._offset += len(piece)
-        self._keep_pace(len(piece))
+        self._pace.keep(len(piece), is_last=self._offset == self._end)
         return piece
 
     def is_unchanged(self) -> bool:
@@ -153,7 +175,8 @@ class RemoteFile:
 
     def _ask(self, end: int) -> Body:
         """A body that begins at the offset."""
-        body = self._open_range(self._offset, end)
+        offset = self._offset
+        body = _whole(lambda: self._open_range(offset, end), self._access, self._metadata, lambda late: late.close())
         try:
             self._skip(body)
         except BaseException:
@@ -165,31 +188,55 @@ class RemoteFile:
         """What a server without ranges sends before the offset is read past."""
         if self._offset < body.start < body.size:
             raise SourceUnavailable("the server answers with another range", metadata=self._metadata)
-        skipped = body.start
+        skipped, pace = body.start, Pace(self._access, self._metadata)
         while skipped < min(self._offset, body.end):
             if not (piece := body.read(min(PIECE_BYTES, self._offset - skipped))) or self._stopping.is_set():
                 raise SourceUnavailable("the answer ended early", metadata=self._metadata)
             skipped += len(piece)
-
-    def _keep_pace(self, nbytes: int) -> None:
-        self._pace_bytes += nbytes
-        elapsed = time.monotonic() - self._pace_start
-        if elapsed < self._patience.pace:
-            return
-        if self._pace_bytes < self._patience.least_rate * elapsed and self._offset < self._end:
-            problem = f"{self._pace_bytes} bytes came in {elapsed:.0f} seconds: the source is too slow"
-            raise SourceUnavailable(problem, metadata=self._metadata, retry_after=_RETRY_SECONDS)
-        self._pace_start, self._pace_bytes = time.monotonic(), 0
+            pace.keep(len(piece), is_last=skipped >= self._offset)
 
 
-def patiently(attempt: Callable[[], T], access: Access) -> T:
-    """`attempt()`, again after each `SourceUnavailable` that may pass. Raises as `Backoff.wait_after`."""
+def patiently(attempt: Callable[[], T], access: Access, metadata: Mapping[str, str]) -> T:
+    """`attempt()`, again after each `SourceUnavailable` that may pass, each within `Patience.answer`.
+
+    Raises as `Backoff.wait_after`.
+    """
     backoff = Backoff(access)
     while True:
         try:
-            return attempt()
+            return _whole(attempt, access, metadata)
         except SourceUnavailable as error:
             backoff.wait_after(error)
+
+
+def _whole(
+    ask: Callable[[], T],
+    access: Access,
+    metadata: Mapping[str, str],
+    discard: Callable[[T], None] = lambda _: None,
+) -> T:
+    """`ask()`, or SourceUnavailable if it takes longer than `Patience.answer`.
+
+    A client waits for each byte only so long, but for a drop every few seconds without an end; no library can be told
+    otherwise. So it asks in a thread of its own, which is left behind with what it waits for: `discard` gets that.
+    """
+    answer: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, name="source", daemon=True).start()
+    seconds = access.patience.answer
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        answer.add_done_callback(lambda late: None if late.exception() else discard(late.result()))
+        what = f"{metadata['file']} in {metadata['uri']}" if "file" in metadata else metadata["uri"]
+        problem = f"{what}: no whole answer in {seconds:g} seconds: the source is too slow"
+        raise SourceUnavailable(problem, metadata=metadata, retry_after=_RETRY_SECONDS) from None
 
 
 def range_header(start: int, end: int) -> str:

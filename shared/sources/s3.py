@@ -21,6 +21,7 @@ from botocore.exceptions import (
     NoRegionError,
     PartialCredentialsError,
 )
+from urllib3.exceptions import HTTPError
 
 from shared.errors import DigestMismatch, InvalidArgument, LoraplexError, SourceForbidden, SourceUnavailable
 from shared.sources.credentials import DEFAULT, NONE, Credential
@@ -29,7 +30,6 @@ from shared.sources.remote import Body, RemoteFile, extent, patiently, range_hea
 from shared.sources.resolver import URI_FIELD, PinnedObject, PinnedSource
 
 MAX_LISTED = 10_000
-READ_BYTES = 16 << 10  # a read waits for all of them
 
 # At `debug` they log requests with their signatures and session tokens.
 for _library in ("boto3", "botocore", "urllib3", "s3transfer"):
@@ -92,7 +92,7 @@ class S3Source:
             except (ClientError, BotoCoreError) as error:
                 raise self._failed(error) from None
 
-        found = patiently(ask, self._access)
+        found = patiently(ask, self._access, self._metadata())
         names = self._sorted(entry["Key"] for page in found for entry in page.get("Contents", ()))
         folders = self._sorted(entry["Prefix"] for page in found for entry in page.get("CommonPrefixes", ()))
         if not names and not folders:
@@ -133,20 +133,21 @@ class S3Source:
 
     def _body(self, answer: dict[str, Any], name: str) -> Body:
         status = answer["ResponseMetadata"]["HTTPStatusCode"]
-        stream = answer["Body"]
+        body = answer["Body"]
+        stream = body.__enter__()  # urllib3's, which gives what has come: botocore's waits for all that was asked for
         found = extent(status, answer.get("ContentRange"), str(answer.get("ContentLength")))
         if found is None:
-            stream.close()
+            body.close()
             problem = "the store does not say how many bytes the object has"
             raise SourceUnavailable(problem, metadata=self._metadata(name))
 
         def read(count: int) -> bytes:
             try:
-                return bytes(stream.read(min(count, READ_BYTES)))
-            except (BotoCoreError, OSError) as error:
+                return bytes(stream.read1(count))
+            except (HTTPError, OSError) as error:
                 raise self._failed(error, name) from None
 
-        return Body(*found, answer["ETag"], read, stream.close)
+        return Body(*found, answer["ETag"], read, body.close)
 
     def _failed(self, error: Exception, name: str = "") -> LoraplexError:
         what, metadata = (f"{name} in {self._uri}" if name else self._uri), self._metadata(name)

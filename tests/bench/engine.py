@@ -3,7 +3,7 @@
 Workload D: N requests at once, 128 tokens in, 256 out; time per output token. Workload T: 256 requests at once, 512 in,
 128 out, 16,384 tokens a step; output tokens a second. Workload C: one more request, 128 in, arrives while 32 of the
 base model decode; the worst gap between their tokens, and its first token. Adapters are random, of one rank on all
-seven linears; requests take them in turn.
+seven linears; requests take them in turn. Beside every figure its floor (`tests.bench.floors`) and how far it is off.
 """
 
 import argparse
@@ -28,8 +28,10 @@ from inference_service.lora.adapter import AdapterState
 from inference_service.lora.pool import AdapterPool
 from inference_service.lora.slots import SlotTable
 from inference_service.types import Acquired, GenerateSpec, Sampling, Stop
+from kernels.bench.timing import copy_bandwidth
 from shared.adapter_format.binding import BindingPlan, ModuleBinding
 from shared.base_model import MODULES, ModelConfig, parse_config
+from tests.bench.floors import Floors, floors
 from tests.bench.shapes import SHAPES
 
 # vLLM 0.26 on the same GPU: (adapters, rank, requests) → ms per token of workload D, and tokens a second of workload T.
@@ -39,6 +41,9 @@ PEER_D = {
 }  # fmt: skip
 PEER_T = {(0, 16): 7040.0, (8, 16): 5170.0, (32, 16): 3830.0}
 PEER_C = {False: "13 (21)", True: "11 (27)"}  # gap and first token, through its server
+OUTPUT_C = 40 * 8  # of those that decode: six newcomers, one every 40 steps
+FIGURES = ("ms", "tok/s", "gap ms", "first ms")
+HEAD = f"{'load':4} {'adapters':>8} {'rank':>4} {'N':>3} {'floor':>8} {'ratio':>12} {'vLLM':>8}  figures"
 
 
 class Bench(NamedTuple):
@@ -47,6 +52,7 @@ class Bench(NamedTuple):
     engine: Engine
     pool: AdapterPool
     vocab_size: int
+    floors: Floors
 
 
 def layout_of(model: ModelConfig, rank: int) -> Any:
@@ -77,7 +83,8 @@ def build(shape: str, adapters: int, rank: int, max_tokens: int) -> Bench:
     asked: list[str] = []
     pool = AdapterPool(SlotTable(128, runner.arena_bytes), runner.arena, asked.append, lambda _: None, time.monotonic)
     blocks = BlockAllocator(runner.num_blocks, runner.block_size, prefix_caching=True)
-    bench = Bench(Engine(runner, Scheduler(runner.limits, blocks, pool), "bench"), pool, model.vocab_size)
+    engine = Engine(runner, Scheduler(runner.limits, blocks, pool), "bench")
+    bench = Bench(engine, pool, model.vocab_size, floors(model, layout.nbytes, copy_bandwidth("cuda")))
     for number in range(adapters):
         pool.load(str(number), pinned=True)
         pool.on_acquired(Acquired(str(number), number * layout.nbytes, layout))
@@ -120,8 +127,10 @@ def workload_d(bench: Bench, adapters: int, rank: int, sizes: tuple[int, ...]) -
         for repeat in range(3):
             done = run(bench, requests, 128, 256, adapters, seed=1000 * requests + 10 * adapters + repeat)
             values.append(1e3 * statistics.median((t[-1] - t[0]) / (len(t) - 1) for t in done.arrivals.values()))
+        floor = 1e3 * bench.floors.decode(requests, 128 + 256 / 2, adapters)
+        row = {"load": "D", "adapters": adapters, "rank": rank, "N": requests, "ms": values[1:]}
         peer = PEER_D.get((adapters, rank, requests))
-        yield {"load": "D", "adapters": adapters, "rank": rank, "N": requests, "ms": values[1:], "peer": peer}
+        yield {**row, "floor": floor, "ratio": [value / floor for value in values[1:]], "peer": peer}
 
 
 def workload_t(bench: Bench, adapters: int, rank: int) -> list[dict[str, Any]]:
@@ -132,9 +141,10 @@ def workload_t(bench: Bench, adapters: int, rank: int) -> list[dict[str, Any]]:
             bench, 256, 512, 128, adapters, seed=100 * adapters + repeat
         )  # other prompts each time, or they would be cached
         values.append(256 * 128 / done.seconds)
-    return [
-        {"load": "T", "adapters": adapters, "rank": rank, "tok/s": values[1:], "peer": PEER_T.get((adapters, rank))}
-    ]
+    most = 256 * 128 / bench.floors.load(256, 512, 128, adapters)
+    row = {"load": "T", "adapters": adapters, "rank": rank, "N": 256, "tok/s": values[1:]}
+    peer = PEER_T.get((adapters, rank))
+    return [{**row, "floor": most, "ratio": [most / value for value in values[1:]], "peer": peer}]
 
 
 def workload_c(bench: Bench, adapters: int, rank: int) -> list[dict[str, Any]]:
@@ -143,8 +153,11 @@ def workload_c(bench: Bench, adapters: int, rank: int) -> list[dict[str, Any]]:
     for repeat in range(3):
         for values, found in zip(rows.values(), newcomers(bench, "0" if adapters else None, repeat), strict=True):
             values.append([round(1e3 * value, 1) for value in found])
-    peer = PEER_C[adapters > 0]
-    return [{"load": "C", "adapters": adapters, "rank": rank, **{k: v[1:] for k, v in rows.items()}, "peer": peer}]
+    figures = {name: values[1:] for name, values in rows.items()}
+    floor = 1e3 * bench.floors.decode(33, 128 + OUTPUT_C / 2, adapters)  # of the newcomer's step, and so of a gap
+    row = {"load": "C", "adapters": adapters, "rank": rank, "N": 32, **figures}
+    ratio = [max(gaps) / floor for gaps in figures["gap ms"]]
+    return [{**row, "floor": floor, "ratio": ratio, "peer": PEER_C[adapters > 0]}]
 
 
 def newcomers(bench: Bench, digest: str | None, seed: int) -> tuple[list[float], list[float]]:
@@ -157,7 +170,7 @@ def newcomers(bench: Bench, digest: str | None, seed: int) -> tuple[list[float],
         engine.submit(b"bench", GenerateSpec(name, ids, Sampling(temperature=0.0), stop, digest))
 
     for number in range(32):
-        submit(str(number), 40 * 8, None)
+        submit(str(number), OUTPUT_C, None)
     last: dict[str, float] = {}
     sent: dict[str, float] = {}
     gaps: list[float] = []
@@ -197,11 +210,13 @@ def main() -> None:
     print(f"ready after {time.perf_counter() - started:.1f} s; {torch.cuda.memory_allocated() / 2**30:.1f} GiB")
     rows: list[dict[str, Any]] = []
     counts = [int(n) for n in arguments.counts.split(",")]
+    print(HEAD, flush=True)
     for count in counts:
         for row in measure(bench, arguments.loads, count, arguments.rank):
             rows.append(row)
-            print("  ".join(f"{name}={rounded(value)}" for name, value in row.items()), flush=True)
+            print(line(row), flush=True)
     if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(rows))
 
 
@@ -213,6 +228,14 @@ def measure(bench: Bench, loads: str, count: int, rank: int) -> Iterator[dict[st
         yield from workload_d(bench, count, rank, tuple(n for n in (1, 8, 32) if n >= count))
     if "T" in loads and count != 1:
         yield from workload_t(bench, count, rank)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    ratio, peer = ", ".join(f"{each:.2f}" for each in row["ratio"]), "–" if row["peer"] is None else row["peer"]
+    figures = "; ".join(f"{name} {rounded(row[name])}" for name in FIGURES if name in row)
+    place = f"{row['load']:4} {row['adapters']:8} {row['rank']:4} {row['N']:3}"
+    return f"{place} {row['floor']:8.2f} {ratio:>12} {peer:>8}  {figures}"
 
 
 def rounded(value: Any) -> Any:

@@ -223,6 +223,7 @@ def main() -> None:
         prepare_files(folder, arguments.shape, with_weights=arguments.load_format == "safetensors")
         rows = asyncio.run(measure(arguments, folder))
     if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(rows))
 
 

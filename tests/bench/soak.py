@@ -3,10 +3,10 @@
 What can be answered is measured first. Then requests come at twice that rate for `--minutes`, for twice as many
 adapters as fit on the device, so that they are loaded and evicted all the while; about every other request must be
 refused with QUEUE_FULL. The resident memory of every process is sampled, and a line is fitted to it: the means of
-twenty parts of the time, after a warm-up, with the confidence that those twenty allow. A process whose growth is above
-`--bound` with a confidence of 95 % fails the run; so does an answer that is cut, an error other than a refusal, or a
-machine that became so much faster meanwhile that it was no overload. A run of less than five minutes is no
-proof: memory settles and the queue fills in that time, so only errors and answers that were cut fail it.
+twenty parts of the time, after a warm-up, with the confidence that those twenty allow. A process that is not shown to
+grow by less than `--bound`, with a confidence of 95 %, fails the run; so does an answer that is cut, an error other
+than a refusal, or a machine that became so much faster meanwhile that it was no overload. A run of less than five
+minutes is no proof: memory settles and the queue fills in that time, so only errors and answers that were cut fail it.
 """
 
 import argparse
@@ -46,6 +46,7 @@ REFUSED = {"QUEUE_FULL"}
 LEAST_MINUTES = 0.2
 PROVES_SECONDS = 300.0  # a shorter run says nothing about growth by the hour
 LEAST_REFUSED = 0.2  # of all requests; half of them are too many
+MIB = 1 << 20
 
 
 class Fit(NamedTuple):
@@ -58,6 +59,17 @@ class Fit(NamedTuple):
     def exceeds(self, bound: float) -> bool:
         """Whether it grows by more than `bound` bytes an hour, with a confidence of 95 %."""
         return self.slope - self.error > bound
+
+    def is_within(self, bound: float) -> bool:
+        """Whether it grows by less than that, with the same confidence. Where neither is so, a longer run tells."""
+        return self.slope + self.error <= bound
+
+    def verdict(self, bound: float) -> str:
+        """What is wrong with it; empty: nothing."""
+        if self.is_within(bound):
+            return ""
+        words = "grows" if self.exceeds(bound) else "may grow, a longer run tells:"
+        return f"{words} by {self.slope / MIB:+.1f} ± {self.error / MIB:.1f} MiB an hour"
 
 
 def fit(seconds: Sequence[float], nbytes: Sequence[float], parts: int = PARTS) -> Fit:
@@ -137,7 +149,8 @@ class Outcome(NamedTuple):
     def failures(self, bound: float) -> list[str]:
         """What must not be. Growth and too little load count only where the run is long enough to prove them."""
         is_proof = self.seconds >= PROVES_SECONDS
-        grown = [f"{name} grows" for name, line in self.fits().items() if is_proof and line.exceeds(bound)]
+        verdicts = {name: line.verdict(bound) for name, line in self.fits().items()} if is_proof else {}
+        grown = [f"{name} {verdict}" for name, verdict in verdicts.items() if verdict]
         errors = Counter(each.error for each in self.seen if each.error)
         unexpected = [f"{count} × {reason}" for reason, count in errors.items() if reason not in REFUSED]
         cut = [each for each in self.seen if not each.error and len(each.arrivals) != each.ask.output]
@@ -220,9 +233,9 @@ def show(outcome: Outcome) -> None:
         samples = outcome.samples[name]
         memory.add_row(
             name,
-            f"{line.mean / (1 << 20):.1f}",
-            f"{line.slope / (1 << 20):+.1f}",
-            f"{line.error / (1 << 20):.1f}",
+            f"{line.mean / MIB:.1f}",
+            f"{line.slope / MIB:+.1f}",
+            f"{line.error / MIB:.1f}",
             f"{samples[0].descriptors}, {samples[-1].descriptors}",
         )
     errors = Counter(each.error for each in outcome.seen if each.error)
@@ -258,7 +271,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         outcome = asyncio.run(soak(SETTINGS[arguments.device], Path(folder), 60 * arguments.minutes))
     show(outcome)
-    failures = outcome.failures(arguments.bound * (1 << 20))
+    failures = outcome.failures(arguments.bound * MIB)
     passed = f"no process grows by more than {arguments.bound:g} MiB an hour"
     if outcome.seconds < PROVES_SECONDS:
         passed = f"nothing failed; {outcome.seconds:g} s prove nothing about growth, {PROVES_SECONDS:g} or more do"

@@ -26,12 +26,15 @@ def test_growth_is_told_from_noise(growth: float, is_growth: bool) -> None:
     line = fit(*memory(growth, noise=0.3))
     assert line.slope / MIB == pytest.approx(growth, abs=15)
     assert line.exceeds(32 * MIB) == is_growth
+    assert line.is_within(32 * MIB) != is_growth
 
 
-def test_what_is_not_certain_is_not_growth() -> None:
+def test_what_is_not_certain_is_neither_growth_nor_none() -> None:
     line = fit(*memory(60.0, noise=20.0, minutes=2))
     assert line.error > 32 * MIB
     assert not line.exceeds(32 * MIB)
+    assert not line.is_within(32 * MIB)
+    assert line.verdict(32 * MIB).startswith("may grow, a longer run tells: by ")
 
 
 def test_too_few_samples() -> None:
@@ -56,7 +59,9 @@ def test_what_fails_a_soak(seen: list[Seen], found: list[str]) -> None:
     assert Outcome(600.0, 1.0, {}, seen).failures(bound=0.0) == found
 
 
-@pytest.mark.parametrize(("seconds", "found"), [(60 * LEAST_MINUTES, []), (900.0, ["engine grows"])])
+@pytest.mark.parametrize(
+    ("seconds", "found"), [(60 * LEAST_MINUTES, []), (900.0, ["engine grows by +3600.0 ± 0.0 MiB an hour"])]
+)
 def test_a_short_run_has_samples_for_every_part_and_proves_nothing(seconds: float, found: list[str]) -> None:
     times = [number * sample_pause(seconds) for number in range(int(seconds / sample_pause(seconds)))]
     samples = {"engine": [Sample(at, int(300 * MIB + at * MIB), 9) for at in times]}

@@ -127,11 +127,24 @@ POLICY: dict[str, tuple[str, Spoil]] = {
     "init": ("migrate: root file", lambda i: pod(i, REGISTRY)["initContainers"][0]["securityContext"].clear()),
     "image": ("not pinned", lambda i: container(i).update(image="loraplex-inference:latest")),
     "requests": ("no resource requests", lambda i: container(i)["resources"].pop("requests")),
+    "no disk": (
+        "no resource requests",
+        lambda i: container(i, REGISTRY)["resources"]["requests"].pop("ephemeral-storage"),
+    ),
+    "elsewhere": (
+        "several namespaces: None, loraplex",
+        lambda i: i["ServiceMonitor", "loraplex-inference"]["metadata"].pop("namespace"),
+    ),
     "deny": ("denies everything", lambda i: spec(i, "NetworkPolicy", "loraplex-deny").update(policyTypes=["Ingress"])),
     "unseen": ("does not see", lambda i: labels(i).pop("app.kubernetes.io/part-of")),
     "budget": (
         "no PodDisruptionBudget",
         lambda i: spec(i, "PodDisruptionBudget", "loraplex-registry").update(selector={}),
+    ),
+    "spread": ("not spread", lambda i: pod(i, REGISTRY).pop("topologySpreadConstraints")),
+    "others spread": (
+        "not spread",
+        lambda i: pod(i)["topologySpreadConstraints"][0].update(labelSelector={"matchLabels": {"a": "b"}}),
     ),
     "role": ("more than read", lambda i: i["Role", "loraplex-endpoint-picker"]["rules"][0]["verbs"].append("create")),
     "namespace": ("restricted", lambda i: i["Namespace", "loraplex"]["metadata"].pop("labels")),
@@ -199,6 +212,10 @@ STORAGE: dict[str, tuple[str, Spoil]] = {
     "kernels": ("TRITON_CACHE_DIR is", lambda i: variable(i, "TRITON_CACHE_DIR").update(value="/tmp/triton")),
     "model": ("is on no volume", lambda i: config(i, "inference", '"/models/base"', '"/srv/base"')),
     "disk": ("of 150Gi", lambda i: config(i, "inference", "100GiB", "140GiB")),
+    "node's disk": (
+        "asks for 1Gi",
+        lambda i: container(i)["resources"]["requests"].update({"ephemeral-storage": "1Gi"}),
+    ),
     "memory": ("over the memory limit", lambda i: config(i, "inference", "16GiB", "60GiB")),
     "gpu": ("no GPU", lambda i: container(i)["resources"]["limits"].pop("nvidia.com/gpu")),
     "cpu": ("a GPU", lambda i: config(i, "inference", '"cuda"', '"cpu"')),

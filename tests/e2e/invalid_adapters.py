@@ -110,7 +110,7 @@ INVALID: dict[str, Invalid] = {
     "header-no-json": Invalid(_bytes(lambda data: data[:8] + b"!" + data[9:]), "ADAPTER_INVALID", WEIGHTS),
     "nan": Invalid(_tensors(_with(np.nan)), "ADAPTER_INVALID", Q0_A),
     "infinite": Invalid(_tensors(_with(-np.inf)), "ADAPTER_INVALID", Q0_A),
-    "layer-too-many": Invalid(_tensors(_renamed("layers.3.", "layers.4.")), "ADAPTER_INVALID", "layers.4."),
+    "layer-too-many": Invalid(_tensors(_renamed("layers.1.", "layers.2.")), "ADAPTER_INVALID", "layers.2."),
     "half-a-module": Invalid(_tensors(lambda tensors: tensors.pop(Q0_A)), "ADAPTER_INVALID", "lora_B"),
     "does-nothing": Invalid(_tensors(_zeros), "ADAPTER_INVALID", "lora_B"),
 }

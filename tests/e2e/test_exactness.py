@@ -13,7 +13,7 @@ from tests.e2e.oracle import LOGPROB_TOLERANCE, Comparison, Oracle
 from tests.e2e.streams import Collected, chat_ids, collect
 
 NAMES = ["", *(a.name for a in ADAPTERS)]
-MAX_TOKENS = 48
+MAX_TOKENS = 24
 
 NO_CACHE = ["--no-prefix-caching", "--max-model-len=160"]
 VARIANTS = {

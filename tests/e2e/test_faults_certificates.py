@@ -17,7 +17,7 @@ from tests.shared.auth.authority import Authority
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 RESIDENT = {"": "", "content-0": "content-0"}
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 async def served_serial(address: str, ca: Path) -> int:

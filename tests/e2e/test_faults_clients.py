@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)
 RESIDENT = {"": "", "content-0": "content-0", "content-1": "content-1"}
 NUM_NEVER_READING = 200
 MOST_GROWTH = 96 << 20  # bytes of an API process with all of them
-SETTLE_SECONDS = 30.0
+SETTLE_SECONDS = 60.0
 # What ends a connection. Others are left open, with an error for their stream or none.
 ENDED = {
     "HTTP/1.1", "garbage", "garbage after the preface", "a frame larger than allowed", "settings of no size",

@@ -24,7 +24,7 @@ SOURCE = Path(__file__).with_name("shifted_clock.c")
 RESIDENT = {"": "", "content-0": "content-0", "content-1": "content-1"}
 HOUR, DAY = 3600, 86_400
 JUMPS = {"an hour ahead": HOUR, "a day back": HOUR - DAY, "two days ahead": HOUR + DAY, "to the right time": 0}
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 class Clock:

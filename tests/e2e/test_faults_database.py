@@ -22,7 +22,7 @@ from tests.registry_service.embedded_postgres import EmbeddedPostgres, embedded_
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 RESIDENT = {"": "", "content-0": "content-0", "content-1": "content-1"}
-SECONDS = 30.0
+SECONDS = 60.0
 SECONDS_DOWN = 5.0
 
 

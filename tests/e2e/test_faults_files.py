@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 RESIDENT = {"": "", "content-0": "content-0", "content-1": "content-1"}
-REPAIR_SECONDS = 10.0
+REPAIR_SECONDS = 60.0
 
 
 class Replica(NamedTuple):

@@ -16,7 +16,7 @@ from loraplex import Client, LoraplexError
 from loraplex.inference.v1 import control_pb2
 from tests.e2e.processes import processes_of
 from tests.e2e.tiny_stack import TinyWorld, register_content
-from tests.e2e.traffic import Traffic, ask, assert_is_of, at_last, refusal
+from tests.e2e.traffic import PATIENCE_SECONDS, Traffic, ask, assert_is_of, at_last, refusal
 
 SMALL = ("content-1", "content-6")  # 0.52 and 0.47 MB
 RESIDENT = {"": "", **{name: name for name in SMALL}}
@@ -33,7 +33,7 @@ async def unload(client: Client, name: str) -> None:
 
 async def lasting_refusal(attempt: Callable[[], Coroutine[Any, Any, object]]) -> LoraplexError:
     """The refusal that no retry helps against; until then, files in use may be in the way for a moment."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while (error := await refusal(attempt())).retry_after is not None:
             assert error.reason == "ADAPTER_MEMORY"
             await asyncio.sleep(error.retry_after)
@@ -78,7 +78,7 @@ async def test_a_full_disk_refuses_what_is_not_there_until_there_is_room(world: 
                     assert mount(run / "cache", "remount,size=8m")
                 else:
                     resource.prlimit(adapters.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-                answer, seconds = await at_last(lambda: ask(client, 0, large), 10)
+                answer, seconds = await at_last(lambda: ask(client, 0, large), PATIENCE_SECONDS)
                 assert_is_of(world, large, 0, answer)
                 assert not list((run / "cache" / "work").glob("*/*"))
     finally:

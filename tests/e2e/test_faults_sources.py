@@ -12,7 +12,7 @@ from examples.stack import register
 from loraplex import Client
 from tests.e2e.streams import Collected
 from tests.e2e.tiny_stack import BASE, TinyWorld, register_content
-from tests.e2e.traffic import Traffic, ask, assert_is_of, at_last, refusal
+from tests.e2e.traffic import PATIENCE_SECONDS, Traffic, ask, assert_is_of, at_last, refusal
 from tests.shared.sources.fault_proxy import Fault, FaultProxy
 from tests.shared.sources.store_fixtures import s3_url
 from tests.shared.sources.stores import HubStore, S3Store, Store
@@ -23,7 +23,7 @@ __all__ = ["s3_url"]
 
 RESIDENT = {"": "", "content-0": "content-0", "content-1": "content-1"}
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-RETRY_SECONDS = 15.0
+RETRY_SECONDS = 60.0
 NUM_HANGING = 40  # downloads from one server; more than the adapter process has threads
 
 
@@ -166,7 +166,7 @@ async def test_downloads_that_hang_keep_nobody_else_waiting(world: TinyWorld, re
         try:
             await asyncio.sleep(1.0)
             started = time.monotonic()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 assert_is_of(world, "content-1", 0, await ask(client, 0, "fine"))
                 await register_content(client, "content-25", "content-25")
                 assert_is_of(world, "content-25", 0, await ask(client, 0, "content-25"))

@@ -1,7 +1,7 @@
 """Random steps of an adapter fleet's life, more adapters than fit in any tier: every answer is PEFT's.
 
-Requests overlap with registrations, new versions, aliases, loads, unloads, evictions, deletions and undeletions. An
-answer names the version it was made with; its tokens must be that version's.
+Requests overlap with registrations, versions that come and go, aliases, loads, unloads, evictions, deletions and their
+undoing. An answer names the version it was made with; its tokens must be that version's.
 """
 
 import asyncio
@@ -25,9 +25,10 @@ from tests.e2e.tiny_stack import BASE, PROMPTS, TinyWorld
 STEPS = [400, pytest.param(2_000, marks=pytest.mark.slow)]
 NAMES = [f"adapter-{number}" for number in range(12)]
 CONCURRENCY = 12
-MEMORY_SECONDS = 1.5
+MEMORY_SECONDS = 10.0
 STEP_WEIGHTS = {
-    "generate": 78, "register": 8, "alias": 4, "load": 3, "unload": 3, "force": 1, "delete": 1.5, "undelete": 1.5,
+    "generate": 77, "register": 8, "alias": 4, "load": 3, "unload": 3, "force": 1, "delete": 1.5, "undelete": 1.5,
+    "delete_version": 1.5,
 }  # fmt: skip
 
 
@@ -35,14 +36,20 @@ STEP_WEIGHTS = {
 class Known:
     """One adapter as the test knows it. `found_since`: when it was last made or undeleted."""
 
-    versions: dict[int, str] = field(default_factory=dict)  # number → content
-    has_alias: bool = False
+    versions: dict[int, str] = field(default_factory=dict)  # number → content, also of deleted ones
+    gone: set[int] = field(default_factory=set)  # versions that were deleted
+    alias: int = 0  # what `prod` means
     is_deleted: bool = False
     found_since: float = math.inf
 
-    def may_be_unknown(self, since: float) -> bool:
+    @property
+    def live(self) -> list[int]:
+        return [number for number in self.versions if number not in self.gone]
+
+    def may_be_unknown(self, since: float, reference: str) -> bool:
         """To a replica asked at `since` or later: it remembers for a moment that there was no such adapter."""
-        return self.is_deleted or since < self.found_since + MEMORY_SECONDS
+        is_gone = reference.rpartition("@")[2] in map(str, self.gone)
+        return self.is_deleted or is_gone or since < self.found_since + MEMORY_SECONDS
 
 
 class Trace:
@@ -79,7 +86,7 @@ class Trace:
                 self.client, PROMPTS[prompt], reference, stop={"max_tokens": length, "ignore_eos": True}
             )
         except LoraplexError as error:
-            is_unknown = error.reason == "ADAPTER_NOT_FOUND" and known is not None and known.may_be_unknown(started)
+            is_unknown = error.reason == "ADAPTER_NOT_FOUND" and known and known.may_be_unknown(started, reference)
             is_forced = error.reason == "ADAPTER_UNLOADED" and (forced % 2 or self.forced != forced)
             if not (is_unknown or is_forced):
                 raise
@@ -98,9 +105,9 @@ class Trace:
         if known is None:
             return ""
         forms = [name, name]
-        if known.versions:
-            forms.append(f"{name}@{self.random.choice(list(known.versions))}")
-        if known.has_alias:
+        if known.live:
+            forms.append(f"{name}@{self.random.choice(known.live)}")
+        if known.alias:
             forms.append(f"{name}@prod")
         return self.random.choice(forms)
 
@@ -115,19 +122,20 @@ class Trace:
                 raise
             return
         number = int(response.version.name.rpartition("/")[2])
-        assert response.created == (content not in known.versions.values())
+        assert response.created == (content not in [known.versions[live] for live in known.live])
         assert known.versions.setdefault(number, content) == content
         known.found_since = min(known.found_since, time.monotonic())
 
     async def alias(self) -> None:
         name, known = self._pick(lambda known: bool(known.versions) and not known.is_deleted)
         if name:
-            target = resources_pb2.AliasTarget(version=self.random.choice(list(known.versions)), weight=1)
+            number = self.random.choice(known.live)
+            target = resources_pb2.AliasTarget(version=number, weight=1)
             request = registry_pb2.SetAdapterAliasRequest(
                 name=f"namespaces/default/adapters/{name}/aliases/prod", targets=[target]
             )
             await self.client.call(self.client.registry.SetAdapterAlias(request))
-            known.has_alias = True
+            known.alias = number
 
     async def load(self) -> None:
         await self._control(lambda ref: self.client.control.LoadAdapter(control_pb2.LoadAdapterRequest(reference=ref)))
@@ -151,6 +159,17 @@ class Trace:
             request = registry_pb2.DeleteAdapterRequest(name=f"namespaces/default/adapters/{name}")
             await self.client.call(self.client.registry.DeleteAdapter(request))
 
+    async def delete_version(self) -> None:
+        """Neither the last one nor what the alias means. Its number never comes back; its content may."""
+        name, known = self._pick(lambda known: len(known.live) > 1 and not known.is_deleted)
+        numbers = [number for number in known.live if number != known.alias]
+        if name:
+            number = self.random.choice(numbers)
+            known.gone.add(number)
+            resource = f"namespaces/default/adapters/{name}/versions/{number}"
+            request = registry_pb2.DeleteAdapterVersionRequest(name=resource)
+            await self.client.call(self.client.registry.DeleteAdapterVersion(request))
+
     async def undelete(self) -> None:
         name, known = self._pick(lambda known: known.is_deleted)
         if name:
@@ -161,11 +180,11 @@ class Trace:
     async def _control(self, call: object) -> None:
         name, known = self._pick(lambda known: bool(known.versions) and not known.is_deleted)
         if name:
-            number = self.random.choice(list(known.versions))
+            reference = f"{name}@{self.random.choice(known.live)}"
             try:
-                await self.client.call(call(f"{name}@{number}"))  # type: ignore[operator]
+                await self.client.call(call(reference))  # type: ignore[operator]
             except LoraplexError as error:
-                if error.reason != "ADAPTER_NOT_FOUND" or not known.may_be_unknown(time.monotonic()):
+                if error.reason != "ADAPTER_NOT_FOUND" or not known.may_be_unknown(time.monotonic(), reference):
                     raise
 
     def _pick(self, is_wanted: object) -> tuple[str, Known]:

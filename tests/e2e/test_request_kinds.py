@@ -56,7 +56,10 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     folder = tmp_path_factory.mktemp("request_kinds")
     oracle = build(folder)
     (run := folder / "run").mkdir()
-    flags = (f"--model-name={BASE}", "--dtype=float32", "--device=cpu", "--threads=1")
+    flags = (
+        f"--model-name={BASE}", "--dtype=float32", "--device=cpu", "--threads=1", "--kv-cache-memory=64MiB",
+        "--adapter-memory=64MiB",
+    )  # fmt: skip
     stack = Stack(run, flags=[*flags], model=folder / "base", roots={"store": folder / "store"})
     async with stack, stack.client() as client:
         await wait_for_base_model(client, BASE)

@@ -16,7 +16,7 @@ from shared.errors import LoraplexError
 from tests.e2e.processes import kill, processes_of
 from tests.e2e.tiny_stack import TinyWorld, register_content
 
-SECONDS = 40.0
+SECONDS = 120.0
 ON_DEMAND = [("one", "ON_DEMAND")]
 GPU = control_pb2.LoadedAdapter.LEVEL_GPU
 

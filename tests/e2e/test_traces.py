@@ -18,6 +18,7 @@ from tests.shared.otlp_collector import CLIENT, INTERNAL, SERVER, Collector, col
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 GENERATE = f"{INFERENCE_SERVICE}/Generate"
 RESOLVE = f"{REGISTRY_SERVICE}/ResolveAdapter"
+DURATION = "gen_ai.server.request.duration"
 PHASES = ("tokenize", "load adapter", "queue", "prefill", "decode")
 SPANS = {(GENERATE, SERVER), (RESOLVE, CLIENT), (RESOLVE, SERVER), ("prepare adapter", INTERNAL)}
 SPANS |= {(phase, INTERNAL) for phase in PHASES}
@@ -40,6 +41,8 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     write_adapters(folder / "root", ["pirate"], parse_config(raw_config()), 4, MODULES)
     with collecting() as collector, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds
+        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100")
+        monkeypatch.setenv("OTEL_METRICS_EXPORTER", "otlp")
         responses = asyncio.run(_ask(folder, collector))
     lines = [json.loads(line) for line in (folder / "inference.log").read_text().splitlines() if line[:1] == "{"]
     requests = [line for line in lines if line["logger"] == "loraplex.requests"]
@@ -48,7 +51,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Traced:
 
 async def _ask(folder: Path, collector: Collector) -> list[pb.GenerateResponse]:
     otlp = f"--otlp-endpoint={collector.endpoint}"
-    flags = ["--load-format=dummy", "--adapter-memory=1MiB", "--host-memory=1MiB", otlp]
+    flags = ["--load-format=dummy", "--adapter-memory=1MiB", "--host-memory=1MiB", "--kv-cache-memory=8MiB", otlp]
     roots = {"root": folder / "root"}
     stack = Stack(folder, model=folder / "tiny", flags=flags, registry_flags=[otlp], roots=roots)
     async with stack, stack.client() as client:
@@ -60,7 +63,7 @@ async def _ask(folder: Path, collector: Collector) -> list[pb.GenerateResponse]:
         metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"), ("x-request-id", "order-66"))
         responses = [response async for response in client.inference.Generate(request, metadata=metadata)]
         async with asyncio.timeout(60):
-            while not collector.names(TRACE) >= SPANS:  # noqa: ASYNC110 - other processes send them
+            while not (collector.names(TRACE) >= SPANS and collector.metrics.of(DURATION)):  # noqa: ASYNC110 - they come
                 await asyncio.sleep(0.05)
         return responses
 
@@ -136,3 +139,21 @@ def test_a_line_tells_of_the_request(traced: Traced) -> None:
     assert (line["prompt_tokens"], line["completion_tokens"], line["cached_tokens"]) == (3, 4, 0)
     assert line["total_seconds"] == pytest.approx(traced.finished.timings.total_seconds, abs=0.05)
     assert line["first_token_seconds"] <= line["total_seconds"]
+
+
+def test_the_same_request_is_measured_under_the_names_of_genai(traced: Traced) -> None:
+    about = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "loraplex",
+        "gen_ai.request.model": "tiny",
+    }
+    (total,) = traced.collector.metrics.of(DURATION)
+    (first,) = traced.collector.metrics.of("gen_ai.server.time_to_first_token")
+    (further,) = traced.collector.metrics.of("gen_ai.server.time_per_output_token")
+    for measured in (total, first, further):
+        assert (measured.count, measured.attributes) == (1, about)
+        assert measured.resource["loraplex.process"] == "api"
+    assert (total.bounds[0], total.bounds[-1]) == (0.01, 81.92), "those that the conventions advise"
+    timings = traced.finished.timings
+    assert 0 < first.sum <= timings.first_token_seconds <= timings.total_seconds <= total.sum
+    assert 0 < 3 * further.sum <= total.sum - first.sum

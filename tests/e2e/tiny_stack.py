@@ -38,7 +38,10 @@ class TinyWorld:
 
     def stack(self, run: Path, *flags: str, **others: Any) -> Stack:
         """Both services, with `file://store/…` and, to be spoiled, `file://copies/…` in `run`. `others`: of `Stack`."""
-        fixed = (f"--model-name={BASE}", "--dtype=float32", "--device=cpu", "--threads=1")
+        fixed = (
+            f"--model-name={BASE}", "--dtype=float32", "--device=cpu", "--threads=1", "--kv-cache-memory=64MiB",
+            "--adapter-memory=64MiB",
+        )  # fmt: skip
         (run / "copies").mkdir(parents=True)
         roots = {"store": self.folder / "store", "copies": run / "copies"}
         return Stack(run, flags=[*fixed, *flags], model=self.folder / "base", roots=roots, **others)
@@ -85,7 +88,7 @@ def build(folder: Path, num_contents: int) -> TinyWorld:
     """Random weights whose adapters matter: 0.5 to 2 MB each, of different ranks and targets."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=8,
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=512, initializer_range=0.12, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     base = LlamaForCausalLM(config).eval()
@@ -93,7 +96,7 @@ def build(folder: Path, num_contents: int) -> TinyWorld:
     contents = [f"content-{number}" for number in range(num_contents)]
     model: PeftModel | None = None
     for number, name in enumerate(contents):
-        rank = (64, 16, 33, 48)[number % 4]
+        rank = (128, 32, 66, 96)[number % 4]
         targets = LINEARS if number % 3 else LINEARS[:4]
         lora = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, init_lora_weights=False)
         if model is None:

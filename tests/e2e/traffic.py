@@ -17,7 +17,8 @@ from tests.e2e.tiny_stack import PROMPTS, TinyWorld
 
 T = TypeVar("T")
 
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
+PAUSE_SECONDS = 0.05  # between two requests of a line of traffic, which leaves the machine to what is tested
 LONG = 400  # tokens of a stream that is under way when something happens
 
 
@@ -102,6 +103,7 @@ class Traffic:
             self.slowest_seconds = max(self.slowest_seconds, time.monotonic() - started)
             self.num_answers += 1
             self._answers.append((content, prompt, answer))
+            await asyncio.sleep(PAUSE_SECONDS)
 
     def _check(self, outcomes: list[BaseException | None]) -> None:
         found = Comparison()
@@ -127,12 +129,12 @@ async def ask(
 
 
 class LongStream:
-    """A greedy stream of `LONG` tokens. `so_far`: what has come of it."""
+    """A greedy stream of `tokens` tokens. `so_far`: what has come of it."""
 
-    def __init__(self, client: Client, content: str, reference: str, prompt: int) -> None:
+    def __init__(self, client: Client, content: str, reference: str, prompt: int, tokens: int) -> None:
         self.so_far = Collected()
-        self._content, self._prompt = content, prompt
-        stop = {"max_tokens": LONG, "ignore_eos": True}
+        self._content, self._prompt, self._tokens = content, prompt, tokens
+        stop = {"max_tokens": tokens, "ignore_eos": True}
         self.task = asyncio.create_task(
             collect(client, PROMPTS[prompt], reference, self.so_far, stop=stop, timeout=PATIENCE_SECONDS)
         )
@@ -140,15 +142,17 @@ class LongStream:
     async def check(self, world: TinyWorld) -> None:
         """Waits for its end: all of it is there, and PEFT's."""
         answer = await self.task
-        assert len(answer.token_ids) == LONG
+        assert len(answer.token_ids) == self._tokens
         assert_is_of(world, self._content, self._prompt, answer)
 
 
-async def long_stream(client: Client, content: str, reference: str | None = None, prompt: int = 0) -> LongStream:
+async def long_stream(
+    client: Client, content: str, reference: str | None = None, prompt: int = 0, tokens: int = LONG
+) -> LongStream:
     """A stream that is under way. Where this process was not given time to see that, it is another one."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
-            stream = LongStream(client, content, content if reference is None else reference, prompt)
+            stream = LongStream(client, content, content if reference is None else reference, prompt, tokens)
             while not stream.so_far.token_ids and not stream.task.done():  # noqa: ASYNC110 - either ends it
                 await asyncio.sleep(0.005)
             if not stream.task.done():

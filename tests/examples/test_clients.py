@@ -152,6 +152,7 @@ def test_the_client_in_go_uses_what_the_protos_have() -> None:
         assert f"{GO_TYPES[kind]}(" in text
     (service,) = re.findall(r'"serviceName": "([^"]+)"', text)
     assert service == INFERENCE_SERVICE
+    assert '_ "google.golang.org/grpc/health"' in text, "or nobody asks for health"
 
 
 def _camel(name: str) -> str:

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from inference_service import server
-from inference_service.model_header import MODEL_HEADER
+from inference_service.model_header import MODEL_HEADER, OLD_MODEL_HEADER
 from inference_service.types import PreparedAdapter, StagedAdapter
 from loraplex.inference.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from shared.auth.settings import AccessSettings
@@ -183,11 +183,12 @@ async def test_content_that_others_share_is_not_unloaded_for_them(access):
 async def test_another_tenants_adapter_cannot_be_named_in_a_header_either(access):
     adapters = TwoTenants()
     async with serving(FakeEngine(), adapters, access) as stubs:
-        for rpc, request in (
-            ("Generate", inference_pb2.GenerateRequest(text="hi")),
-            ("Tokenize", inference_pb2.TokenizeRequest(text="hi")),
+        for rpc, header, request in (
+            ("Generate", MODEL_HEADER, inference_pb2.GenerateRequest(text="hi")),
+            ("Generate", OLD_MODEL_HEADER, inference_pb2.GenerateRequest(text="hi")),
+            ("Tokenize", MODEL_HEADER, inference_pb2.TokenizeRequest(text="hi")),
         ):
-            headers = grpc.aio.Metadata(*bearer("admin-a"), (MODEL_HEADER, "team-b/a"))
+            headers = grpc.aio.Metadata(*bearer("admin-a"), (header, "team-b/a"))
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await outcome_of(getattr(stubs, rpc)(request, metadata=headers, timeout=20))
             assert from_rpc_error(caught.value).reason == "ADAPTER_NOT_FOUND"

@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from inference_service.model_header import MODEL_HEADER
+from inference_service.model_header import MODEL_HEADER, OLD_MODEL_HEADER
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from shared.errors import AdapterNotFound, InvalidArgument
@@ -11,8 +11,8 @@ from shared.status import from_rpc_error
 from tests.inference_service.serving_fakes import DIGEST, FakeAdapters, FakeEngine, serving
 
 
-def named(*names):
-    return [(MODEL_HEADER, name) for name in names]
+def named(*names, header=MODEL_HEADER):
+    return [(header, name) for name in names]
 
 
 async def generate(channel, headers, **fields):
@@ -43,6 +43,17 @@ async def test_the_header_counts_where_the_request_names_none(names, fields, pre
         assert events[0].started.adapter_digest == (DIGEST if prepared else "")
 
 
+@pytest.mark.parametrize(
+    ("new", "prepared"), [([], ["default/pirate@old"]), (["pirate"], ["default/pirate"]), (["tiny"], [])]
+)
+async def test_the_old_name_counts_where_the_new_one_is_missing(new, prepared):
+    assert OLD_MODEL_HEADER == "x-gateway-model-name-rewrite"
+    adapters = FakeAdapters()
+    async with serving(FakeEngine(), adapters) as (_, channel):
+        await generate(channel, named("pirate@old", header=OLD_MODEL_HEADER) + named(*new))
+    assert [reference for reference, _ in adapters.prepared] == prepared
+
+
 async def test_tokenizing_follows_it_too():
     adapters = FakeAdapters()
     async with serving(FakeEngine(), adapters) as (_, channel):
@@ -53,15 +64,16 @@ async def test_tokenizing_follows_it_too():
     assert [reference for reference, _ in adapters.prepared] == ["default/pirate"] * 2
 
 
+@pytest.mark.parametrize("header", [MODEL_HEADER, OLD_MODEL_HEADER])
 @pytest.mark.parametrize("names", [[""], ["Not An Id"], ["pirate@"], ["a/b/c"], ["pirate", "pirate"], ["tiny", "tiny"]])
-async def test_what_is_no_name_is_an_error_that_names_the_header(names):
+async def test_what_is_no_name_is_an_error_that_names_the_header(names, header):
     engine, adapters = FakeEngine(), FakeAdapters()
     async with serving(engine, adapters) as (_, channel):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generate(channel, named(*names))
+            await generate(channel, named(*names, header=header))
     error = from_rpc_error(caught.value)
     assert isinstance(error, InvalidArgument)
-    assert [violation.field for violation in error.violations] == [MODEL_HEADER]
+    assert [violation.field for violation in error.violations] == [header]
     assert (engine.specs, adapters.prepared) == ([], [])
 
 

@@ -1,10 +1,11 @@
-"""The benchmark puts a peer's kernels beside ours, where they compute the same."""
+"""The benchmarks: every op has a line, and a peer's kernels stand beside ours, where they compute the same."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from kernels.bench import ops, timing
 from kernels.bench.__main__ import main
 from kernels.bench.timing import ROTATED_BYTES
 
@@ -17,7 +18,7 @@ def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_peer_is_timed_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out.json"
+    out = tmp_path / "build" / "out.json"
     main([*ARGUMENTS, "--peer", "tests.kernels.plain_peer:PlainPeer", "--json", str(out)])
     lines = json.loads(out.read_text())["linears"]
     assert [line["group"] for line in lines] == ["qkv", "o", "gate_up", "down"]
@@ -28,3 +29,15 @@ def test_a_peer_is_timed_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_peer_that_is_wrong_is_not_timed() -> None:
     with pytest.raises(ValueError, match="WrongPeer is wrong by"):
         main([*ARGUMENTS, "--peer", "tests.kernels.plain_peer:WrongPeer"])
+
+
+def test_every_op_is_timed_beside_its_floor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(timing, "REPLAYS", 2)
+    out, arguments = tmp_path / "build" / "out.json", ["--device", "cpu", "--model", "smollm2-135m", "--rows", "3"]
+    ops.main([*arguments, "--context", "40", "--json", str(out)])
+    lines = json.loads(out.read_text())["ops"]
+    assert [line["op"] for line in lines] == list(ops.OPS)
+    assert all(line["micros"] > 0 and line["ratio"] == line["micros"] / line["floor"] for line in lines)
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(lines)

@@ -31,7 +31,7 @@ EPS = 1e-5
 
 @pytest.fixture(autouse=True)
 def _poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_empty(monkeypatch, [bgmv, sgmv, tall, rms_norm_triton, rotary_triton, silu_mul_triton])
+    poison_empty(monkeypatch, [beside, bgmv, sgmv, tall, rms_norm_triton, rotary_triton, silu_mul_triton])
 
 
 class Case:

@@ -13,5 +13,6 @@ class Blend(NamedTuple):
 BLENDS = {
     "two adapters": Blend({"plain": 0.7, "rank 33": 0.5}),
     "three adapters, one subtracted": Blend({"saved in bfloat16": -0.4, "patterns and rslora": 1.5, "rank 33": 0.25}),
+    "embedding, head and linears": Blend({"plain": -0.8, "embed_tokens": 0.6, "lm_head": 1.25}),
 }
 KIND = "blends"

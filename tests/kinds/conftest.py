@@ -20,7 +20,8 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The world of a base model, after everything has been served. What broke it breaks every test that asks."""
 
     def asked(base: str) -> list[str]:
-        params = [getattr(item, "callspec").params for item in request.session.items if hasattr(item, "callspec")]  # noqa: B009 - mypy does not know it
+        asking = [item for item in request.session.items if "world" in getattr(item, "fixturenames", ())]
+        params = [item.callspec.params for item in asking if hasattr(item, "callspec")]
         return [found["case"] for found in params if "case" in found and found.get("base", "smollm2") == base]
 
     @cache

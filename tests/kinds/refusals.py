@@ -17,7 +17,7 @@ UNSUPPORTED, INVALID = "UNSUPPORTED_ADAPTER", "ADAPTER_INVALID"
 class Refusal(NamedTuple):
     """PEFT saves an adapter with the keys `config` of LoraConfig (or another config), `edit` changes its folder.
 
-    Registering it fails with `reason`, one of several with | between them. The message or what comes with it says all
+    Registering it fails with `reason`. The message or what comes with it says all
     of `says`: what is wrong and what can be done.
     """
 
@@ -103,33 +103,65 @@ REFUSALS: dict[str, Refusal] = {
     "pickle": Refusal(UNSUPPORTED, ("adapter_model.bin", "safe_serialization"), edit=_pickled),
     "in shards": Refusal(UNSUPPORTED, ("00001-of-00002", files.WEIGHTS), edit=_in_shards),
     "whole numbers": by_tensors(
-        lambda tensors: tensors.update({name: tensor.int() for name, tensor in tensors.items()}), "I32", "BF16"
+        lambda tensors: tensors.update({name: tensor.int() for name, tensor in tensors.items()}),
+        "I32", "save it as", "BF16",
+    ),
+    "a classifier": by_tensors(
+        _set("base_model.model.score.weight", torch.ones(2, 64)), "score", "CAUSAL_LM", reason=UNSUPPORTED
+    ),
+    "means over groups of inputs": Refusal(
+        UNSUPPORTED, ("use_qalora", "unquantised"), {"use_qalora": True, "qalora_group_size": 4},
+        files.tensors(_set(f"{Q0}.lora_A.weight", torch.ones(8, 16))),
+    ),
+    "activated, with biases": Refusal(
+        UNSUPPORTED, ("modules_to_save", "train an activated LoRA without"),
+        {"alora_invocation_tokens": [7], "task_type": "CAUSAL_LM", "modules_to_save": ["norm"]},
     ),
     # ---- files that contradict themselves or the model
-    "rank by pattern": by_key("rank_pattern", {"q_proj": 4}, "lora_A", "has rank 8", "says 4", reason=INVALID),
+    "rank by pattern": by_key(
+        "rank_pattern", {"q_proj": 4}, "lora_A", "has rank 8", "says 4", "correct", reason=INVALID
+    ),
     "a tensor left over": by_tensors(
-        _set("base_model.model.model.layers.0.mlp.router.weight", torch.ones(2, 64)), "router.weight"
+        _set("base_model.model.model.layers.0.mlp.router.weight", torch.ones(2, 64)), "router.weight", "remove"
     ),
-    "a module that is not promised": by_tensors(_not_promised, "k_proj", "target_modules"),
+    "named by the adapter": by_tensors(
+        lambda tensors: [tensors.update({k.replace(".weight", ".mine.weight"): tensors.pop(k)}) for k in [*tensors]],
+        "lora_A.mine.weight", "the adapter's", "save_pretrained",
+    ),
+    "saved in its wrapping": by_tensors(
+        _moved(f"{Q0}.lora_A.weight", f"{Q0.replace('.layers', '._orig_mod.layers')}.lora_A.weight"),
+        "_orig_mod", "wrapped", "unwrap",
+    ),
+    "a module that is not promised": by_tensors(_not_promised, "k_proj", "target_modules", "save it again"),
     "a module that is missing": by_tensors(
-        lambda tensors: [tensors.pop(f"{Q0}.lora_{side}.weight") for side in "AB"], "q_proj", "missing"
+        lambda tensors: [tensors.pop(f"{Q0}.lora_{side}.weight") for side in "AB"], "q_proj", "missing", "save it again"
     ),
-    "no lora_B": by_tensors(_without(f"{Q0}.lora_B.weight"), "q_proj", "lora_B"),
+    "no lora_B": by_tensors(_without(f"{Q0}.lora_B.weight"), "q_proj", "lora_B", "save it again"),
     "an empty tensor": by_tensors(_set(f"{Q0}.lora_A.weight", torch.ones(0)), Q0, "gather"),
+    "a tensor without rows": by_tensors(_set(f"{Q0}.lora_A.weight", torch.ones(0, 64)), Q0, "gather"),
     "a flat tensor": by_tensors(_set(f"{Q0}.lora_B.weight", torch.ones(512)), Q0, "gather"),
     "a layer too many": by_tensors(
-        _moved(f"{Q0}.lora_A.weight", f"{Q0.replace('layers.0', 'layers.3')}.lora_A.weight"), "layers.3", "0 to 2"
+        _moved(f"{Q0}.lora_A.weight", f"{Q0.replace('layers.0', 'layers.3')}.lora_A.weight"),
+        "layers.3", "0 to 2", "trained on",
     ),
-    "a wider base model": by_tensors(_set(f"{Q0}.lora_A.weight", torch.ones(8, 65)), Q0, "[8, 65]"),
+    "a wider base model": by_tensors(_set(f"{Q0}.lora_A.weight", torch.ones(8, 65)), Q0, "[8, 65]", "trained on"),
+    "a taller base model": by_tensors(_set(f"{Q0}.lora_B.weight", torch.ones(65, 8)), Q0, "[65, 8]", "trained on"),
+    "fewer tokens": Refusal(
+        INVALID, ("embed_tokens.weight", "[250, 64]", "trained on"), {"modules_to_save": ["embed_tokens"]},
+        files.tensors(_set("base_model.model.model.embed_tokens.weight", torch.ones(250, 64))),
+    ),
     "named in two ways": by_tensors(
-        _moved(f"{Q0}.lora_A.weight", f"{Q0.removeprefix('base_model.model.')}.lora_A.weight"), "q_proj"
+        _moved(f"{Q0}.lora_A.weight", f"{Q0.removeprefix('base_model.model.')}.lora_A.weight"),
+        "q_proj", "save it again",
     ),
-    "nan": by_tensors(_set(f"{Q0}.lora_A.weight", NAN), Q0, "NaN"),
-    "alpha of zero": by_key("lora_alpha", 0, "zero", reason=INVALID),
-    "dora without magnitudes": by_key("use_dora", True, reason=f"{INVALID}|{UNSUPPORTED}"),
+    "nan": by_tensors(_set(f"{Q0}.lora_A.weight", NAN), Q0, "NaN", "checkpoint"),
+    "alpha of zero": by_key("lora_alpha", 0, "must be", "other than zero", reason=INVALID),
+    "dora without magnitudes": by_key("use_dora", True, "lora_magnitude_vector", "remove use_dora", reason=INVALID),
     "magnitudes without dora": Refusal(
-        f"{INVALID}|{UNSUPPORTED}", ("use_dora",), {"use_dora": True}, files.changed(use_dora=False)
+        INVALID, ("lora_magnitude_vector", "set use_dora"), {"use_dora": True}, files.changed(use_dora=False)
     ),
-    "biases that are not there": by_key("lora_bias", True, reason=f"{INVALID}|{UNSUPPORTED}"),
-    "tokens that are not there": by_key("trainable_token_indices", [3, 4], reason=f"{INVALID}|{UNSUPPORTED}"),
+    "biases that are not there": by_key("lora_bias", True, "lora_B.bias", "remove lora_bias", reason=INVALID),
+    "tokens that are not there": by_key(
+        "trainable_token_indices", [3, 4], "trainable_tokens_delta", "remove", reason=INVALID
+    ),
 }  # fmt: skip

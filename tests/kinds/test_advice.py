@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shared.errors import UnsupportedAdapter
 from tests.kinds.bases import build
-from tests.kinds.in_process import Asked, empty, pack, prompt_logprobs
+from tests.kinds.in_process import Asked, prompt_logprobs
+from tests.kinds.packed import empty, pack
 from tests.kinds.peft_answers import PeftAnswers
 from tests.kinds.world import PROMPTS
 

@@ -12,7 +12,8 @@ from shared.errors import AdapterInvalid, UnsupportedAdapter
 from tests.kinds.bases import BASES, build
 from tests.kinds.cases import Case
 from tests.kinds.drawn import draw
-from tests.kinds.in_process import Asked, Packed, empty, pack, prompt_logprobs
+from tests.kinds.in_process import Asked, prompt_logprobs
+from tests.kinds.packed import Packed, empty, pack
 from tests.kinds.peft_answers import PeftAnswers, save_trained
 from tests.kinds.world import one_thread, prompt_of
 
@@ -22,7 +23,7 @@ AT_ONCE = 40
 # PEFT itself cannot run them.
 REASONS = (
     "would act before its activation", "would act before the activation", "has no row here",
-    "with trainable_token_indices; use one of them", "DoRA of lm_head on a base model that ties",
+    "with trainable_token_indices; train with one", "DoRA of lm_head on a base model that ties",
 )  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns of most of what is tried here

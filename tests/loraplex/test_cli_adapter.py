@@ -80,6 +80,13 @@ def test_show_and_alias(cli, register):
     assert json.loads(cli("adapter", "show", "shown", "--json").out)["resolved"]["version"]["size_bytes"] > 0
 
 
+def test_warnings_of_the_registration_are_shown_again(cli, register):
+    register("foreign", "foreign")
+    assert "warning: base_model_name_or_path says 'org/another', not tiny" in cli("adapter", "show", "foreign").err
+    register("silent")
+    assert cli("adapter", "show", "silent").err == ""
+
+
 def test_delete_and_undelete(cli, register):
     register("gone")
     assert cli("adapter", "delete", "gone").out == "deleted: namespaces/default/adapters/gone\n"

@@ -40,6 +40,9 @@ def test_json_has_a_token_to_continue_with(cli, register):
     (change,) = map(json.loads, rest)
     assert [version["name"] for version in change["versions"]] == ["namespaces/default/adapters/followed/versions/2"]
     assert change["revision"] > found[-1]["revision"]
+    cli("adapter", "delete-version", "followed@1", "--yes")
+    lines = cli("adapter", "watch", "--once", "--resume-token", change["resume_token"]).out.splitlines()
+    assert [line.split()[1:] for line in lines] == [["UPSERT", "followed", "tiny", "latest→2", "(1", "deleted)"]]
 
 
 def test_what_is_refused(cli):

@@ -1,6 +1,7 @@
 """A real registry on a real socket, on SQLite and on a real Postgres, and adapters made up for it."""
 
 import json
+import shutil
 import uuid
 from pathlib import Path
 
@@ -78,9 +79,18 @@ def make_postgres(postgres):
             connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
 
+@pytest.fixture(scope="session")
+def migrated_sqlite(tmp_path_factory):
+    """A migrated file that nobody opens: copies of it cost less than migrations."""
+    path = tmp_path_factory.mktemp("migrated") / "registry.db"
+    migrations.upgrade(f"sqlite:///{path}")
+    return path
+
+
 @pytest.fixture(params=["sqlite", "postgres"])
 def database_url(request, tmp_path):
     if request.param == "sqlite":
+        shutil.copyfile(request.getfixturevalue("migrated_sqlite"), tmp_path / "registry.db")
         return f"sqlite:///{tmp_path}/registry.db"
     url = request.getfixturevalue("migrated_postgres")
     _empty(url)

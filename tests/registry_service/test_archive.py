@@ -73,7 +73,7 @@ async def test_a_restored_registry_is_as_it_was(
         await server.stop()
 
 
-@pytest.mark.parametrize("schema", ["0003", "0004"])
+@pytest.mark.parametrize("schema", ["0003", "0004", "0005"])
 async def test_an_export_of_an_older_version_is_restored(config, registered, tmp_path, schema):
     lines = [line for line in await exported(config.database) if "previous_alias_targets" not in line]
     url = f"sqlite:///{tmp_path}/new.db"

@@ -70,3 +70,11 @@ def test_a_text_file_that_is_too_large_is_named(folders, monkeypatch, name):
     with pytest.raises(AdapterInvalid) as caught:
         run(folders, uri)
     assert caught.value.metadata == {"file": name, "limit": "10"}
+
+
+def test_a_tokenizer_above_the_adapters_own_folder_is_said_not_to_count(folders):
+    uri = folders.write("many/trained").removesuffix("/trained")
+    assert not run(folders, uri).warnings
+    (folders.root / "many" / "tokenizer.json").write_text("{}")
+    (warning,) = run(folders, uri).warnings
+    assert "tokenizer.json lies in the folder above" in warning

@@ -7,6 +7,14 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import grpc
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+    ExportMetricsServiceResponse,
+)
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2_grpc import (
+    MetricsServiceServicer,
+    add_MetricsServiceServicer_to_server,
+)
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -36,9 +44,45 @@ class Kept(NamedTuple):
     resource: dict[str, Any]
 
 
+class Measured(NamedTuple):
+    """A histogram of one label set, as it was sent last. `resource` and `attributes` are plain values."""
+
+    count: int
+    sum: float
+    bounds: list[float]
+    attributes: dict[str, Any]
+    resource: dict[str, Any]
+
+
+class MetricsCollector(MetricsServiceServicer):
+    """Keeps the latest of each histogram; metrics are sent as sums since the start of their process."""
+
+    def __init__(self) -> None:
+        self._latest: dict[tuple[Any, ...], Measured] = {}
+
+    def Export(  # noqa: N802
+        self, request: ExportMetricsServiceRequest, context: grpc.ServicerContext
+    ) -> ExportMetricsServiceResponse:
+        for of_resource in request.resource_metrics:
+            resource = _plain(of_resource.resource.attributes)
+            for metric in (metric for scope in of_resource.scope_metrics for metric in scope.metrics):
+                for point in metric.histogram.data_points:
+                    attributes = _plain(point.attributes)
+                    key = (metric.name, resource["service.instance.id"], *sorted(attributes.items()))
+                    self._latest[key] = Measured(
+                        point.count, point.sum, list(point.explicit_bounds), attributes, resource
+                    )
+        return ExportMetricsServiceResponse()
+
+    def of(self, name: str) -> list[Measured]:
+        """What was sent of a histogram."""
+        return [measured for (named, *_), measured in list(self._latest.items()) if named == name]
+
+
 class Collector(TraceServiceServicer):
     def __init__(self) -> None:
         self.endpoint = ""
+        self.metrics = MetricsCollector()
         self._spans: list[Kept] = []
         self._lock = threading.Lock()
 
@@ -70,6 +114,7 @@ def collecting() -> Iterator[Collector]:
     """A collector that listens at `endpoint`."""
     collector, server = Collector(), grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
     add_TraceServiceServicer_to_server(collector, server)
+    add_MetricsServiceServicer_to_server(collector.metrics, server)
     collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:

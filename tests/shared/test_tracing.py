@@ -10,7 +10,7 @@ from grpc import StatusCode
 from shared import spans
 from shared.config import ConfigError, load
 from shared.errors import InvalidArgument
-from shared.tracing import start_tracing
+from shared.tracing import start_metrics, start_tracing
 from tests.shared.otlp_collector import INTERNAL, collecting
 
 VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -19,8 +19,8 @@ VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 def test_without_it_opentelemetry_is_not_imported() -> None:
     script = (
         "import sys, registry_service.server, inference_service.server, inference_service.adapters.process\n"
-        "from shared.tracing import start_tracing\n"
-        "assert start_tracing('', 'a', 'b', {}) is None\n"
+        "from shared.tracing import start_metrics, start_tracing\n"
+        "assert start_tracing('', 'a', 'b', {}) is start_metrics('', 'a', 'b', {}) is None\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
@@ -42,6 +42,23 @@ def test_flags_and_variables_switch_it(endpoint: str, env: dict[str, str], is_on
     assert (tracing is not None) == is_on
     if tracing is not None:
         tracing.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "env", "is_on"),
+    [
+        ("http://127.0.0.1:1", {}, False),  # many collectors take traces only
+        ("http://127.0.0.1:1", {"OTEL_METRICS_EXPORTER": "otlp"}, True),
+        ("", {"OTEL_METRICS_EXPORTER": "otlp", VARIABLE: "http://127.0.0.1:1"}, True),
+        ("", {"OTEL_METRICS_EXPORTER": "otlp"}, False),
+        ("http://127.0.0.1:1", {"OTEL_METRICS_EXPORTER": "otlp", "OTEL_SDK_DISABLED": "true"}, False),
+    ],
+)
+def test_metrics_are_sent_where_they_are_wanted(endpoint: str, env: dict[str, str], is_on: bool) -> None:
+    metrics = start_metrics(endpoint, "loraplex-test", "test", env)
+    assert (metrics is not None) == is_on
+    if metrics is not None:
+        metrics.close()
 
 
 @pytest.mark.parametrize(

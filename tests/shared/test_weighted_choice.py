@@ -22,7 +22,7 @@ def test_a_changed_weight_moves_keys_only_to_the_version_that_gained():
     assert {pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]} == {(1, 2)}
 
 
-@pytest.mark.parametrize("weights", [(99, 1), (1, 2, 3, 4, 5, 6), (1e-3, 1e3)])
+@pytest.mark.parametrize("weights", [(99, 1), (1, 2, 4), (1e-3, 1e3)])
 def test_shares_are_within_a_point_over_100_000_keys(weights):
     counts = Counter(choose("uid", "prod", f"session-{n}", list(enumerate(weights))) for n in range(100_000))
     for version, weight in enumerate(weights):

@@ -1,4 +1,5 @@
 // Streams one answer. `buf generate` in this folder makes gen/ of the protos; see docs/clients.md.
+// Usage: go run . [INFERENCE]
 package main
 
 import (
@@ -7,16 +8,22 @@ import (
 	"fmt"
 	"io"
 	"log"
+	"os"
 	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
+	_ "google.golang.org/grpc/health" // without it healthCheckConfig does nothing
 
 	pb "example.com/client/gen/loraplex/inference/v1"
 )
 
 func main() {
-	conn, err := grpc.NewClient("dns:///localhost:50052",
+	target := "dns:///localhost:50052"
+	if len(os.Args) > 1 {
+		target = os.Args[1]
+	}
+	conn, err := grpc.NewClient(target,
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithDefaultServiceConfig(`{"loadBalancingConfig": [{"round_robin": {}}],
 			"healthCheckConfig": {"serviceName": "loraplex.inference.v1.InferenceService"}}`))

@@ -164,7 +164,7 @@ class BlendPart(_message.Message):
     REFERENCE_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     reference: _builtins.str
-    """As `GenerateRequest.adapter`. Only LoRA on linears can be blended."""
+    """As `GenerateRequest.adapter`. Only LoRA can be blended, with biases on B (lora_bias) or without."""
     weight: _builtins.float
     """Any number but 0."""
     def __init__(

@@ -331,9 +331,12 @@ class AdapterChange(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    DELETED_VERSION_FIELD_NUMBER: _builtins.int
     type: Global___AdapterChange.Type.ValueType
     revision: _builtins.int
     """Of the change; in a snapshot, of the registry when the snapshot began."""
+    deleted_version: _builtins.int
+    """The version whose deletion this change was, 0 if it was none. A deleted version stays deleted."""
     @_builtins.property
     def adapter(self) -> _resources_pb2.Adapter: ...
     @_builtins.property
@@ -347,10 +350,11 @@ class AdapterChange(_message.Message):
         adapter: _resources_pb2.Adapter | None = ...,
         versions: _abc.Iterable[_resources_pb2.AdapterVersion] | None = ...,
         revision: _builtins.int = ...,
+        deleted_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "revision", b"revision", "type", b"type", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "deleted_version", b"deleted_version", "revision", b"revision", "type", b"type", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,7 @@ from typing import Any
 from shared.adapter_format import values
 from shared.adapter_format.draft import Draft
 from shared.adapter_format.lora_config import LoraConfig
-from shared.adapter_format.reasons import key_invalid, key_unsupported
+from shared.adapter_format.reasons import OTHER_BASE, key_invalid, key_unsupported
 from shared.adapter_format.values import Field, used
 
 KEY = "alora_invocation_tokens"
@@ -36,7 +36,7 @@ def bind(draft: Draft) -> None:
     if draft.vocab > draft.model.vocab_size:
         raise key_unsupported(KEY, f"the adapter adds tokens to the vocabulary, {_BEFORE}")
     if max(tokens) >= draft.model.vocab_size:
-        raise key_invalid(KEY, f"names token {max(tokens)}; the base model has {draft.model.vocab_size}")
+        raise key_invalid(KEY, f"names token {max(tokens)}, the base model has {draft.model.vocab_size}", OTHER_BASE)
     rows = (draft.embed.rows, draft.head.rows)
     everywhere = {
         "bias": any(vector.kind == "bias" for vector in draft.vectors),

@@ -62,5 +62,6 @@ def _check_complete(draft: Draft, site: Site, bound: EmbedBinding | HeadBinding)
         advice = "train with it in modules_to_save" if is_alone else "save with save_embedding_layers=True"
         raise tensor_invalid(
             draft.names.tensor(site, "weight"),
-            f"is missing: the adapter has {counts}, and token {missing} has no row here; {advice}",
+            f"is missing: the adapter has {counts}, and token {missing} has no row here",
+            advice,
         )

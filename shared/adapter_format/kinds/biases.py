@@ -9,17 +9,21 @@ from shared.adapter_format.draft import Draft
 from shared.adapter_format.kinds.block_diagonal import is_block_b
 from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.names import HEAD, linear_site
-from shared.adapter_format.reasons import key_invalid
+from shared.adapter_format.reasons import value_invalid
 from shared.adapter_format.values import Field, used
 from shared.base_model import ModelConfig, linear_shape
 
 _ON_B = "lora_B.bias"
+_UNSAVED = (
+    "PEFT before 0.21 does not save the biases of adapted linears: save again with a newer one, or set bias to 'none' "
+    "to serve without"
+)
 _OWN = ("base_layer.bias", "bias")  # of an adapted linear, of another; before PEFT 0.6 the latter of both
 
 
 def _bias(key: str, value: Any) -> Literal["none", "lora_only", "all"]:
     if value not in ("none", "lora_only", "all"):
-        raise key_invalid(key, f"must be none, lora_only or all, is {value!r:.60}")
+        raise value_invalid(key, f"none, lora_only or all, is {value!r:.60}")
     return value  # type: ignore[no-any-return]
 
 
@@ -42,11 +46,11 @@ def _bind_on_b(draft: Draft) -> None:
     for module in draft.modules:
         site = linear_site(module.layer, module.module)
         if not is_block_b(draft.config, draft.names.module(site)):  # PEFT's block-diagonal B has none
-            tensor = draft.require(site, _ON_B, reason="lora_bias promises it")
+            tensor = draft.require(site, _ON_B, key="lora_bias")
             draft.check_shape(tensor, linear_shape(draft.model, module.module)[0])
             draft.vectors.append(VectorBinding(module.layer, module.module, "lora_bias", tensor))
     if draft.head.a is not None and not is_block_b(draft.config, draft.names.module(HEAD)):
-        tensor = draft.require(HEAD, _ON_B, reason="lora_bias promises it")
+        tensor = draft.require(HEAD, _ON_B, key="lora_bias")
         draft.check_shape(tensor, draft.vocab)
         draft.head = draft.head._replace(lora_bias=tensor)
 
@@ -58,11 +62,7 @@ def _bind_own(draft: Draft) -> None:
             if has_bias and (draft.config.bias == "all" or (layer, module) in adapted):
                 site = linear_site(layer, module)
                 roles = _OWN if (layer, module) in adapted else _OWN[::-1]
-                reason = (
-                    f"bias {draft.config.bias!r} promises it (older PEFT did not save the biases of adapted linears); "
-                    "save again, or set bias to 'none' to serve without"
-                )
-                tensor = draft.require(site, *roles, reason=reason)
+                tensor = draft.require(site, *roles, key="bias", advice=_UNSAVED)
                 draft.check_shape(tensor, linear_shape(draft.model, module)[0])
                 draft.vectors.append(VectorBinding(layer, module, "bias", tensor))
 

@@ -6,10 +6,11 @@ from typing import Any
 from shared.adapter_format import values
 from shared.adapter_format.draft import Draft
 from shared.adapter_format.lora_config import BlockDiagonal, LoraConfig
-from shared.adapter_format.reasons import key_invalid
+from shared.adapter_format.reasons import key_invalid, value_invalid
 from shared.adapter_format.values import Field, used
 
 KEY = "use_bdlora"
+_LOOSE = "name it in one, or set match_strict to false if its A and B are whole"
 _KEYS = {"target_modules_bd_a", "target_modules_bd_b", "nblocks", "match_strict"}
 
 
@@ -17,7 +18,7 @@ def _read(key: str, value: Any) -> BlockDiagonal | None:
     if values.is_nothing(value):
         return None
     if not isinstance(value, Mapping) or not set(value) <= _KEYS:
-        raise key_invalid(key, f"must be an object of {', '.join(sorted(_KEYS))}")
+        raise value_invalid(key, f"an object of {', '.join(sorted(_KEYS))}")
     return BlockDiagonal(
         a=values.names(f"{key}.target_modules_bd_a", value.get("target_modules_bd_a")),
         b=values.names(f"{key}.target_modules_bd_b", value.get("target_modules_bd_b")),
@@ -43,9 +44,9 @@ def blocks(config: LoraConfig, name: str) -> tuple[int, int]:
         return 1, 1
     is_a, is_b = (any(part in name for part in parts) for parts in (bd.a, bd.b))
     if is_a and is_b:
-        raise key_invalid(KEY, f"names {name} both in target_modules_bd_a and in target_modules_bd_b")
+        raise key_invalid(KEY, f"names {name} both in target_modules_bd_a and in target_modules_bd_b", "name it in one")
     if bd.is_strict and not (is_a or is_b):
-        raise key_invalid(KEY, f"names {name} neither in target_modules_bd_a nor in target_modules_bd_b")
+        raise key_invalid(KEY, f"names {name} neither in target_modules_bd_a nor in target_modules_bd_b", _LOOSE)
     return bd.nblocks if is_a else 1, bd.nblocks if is_b else 1
 
 

@@ -7,7 +7,7 @@ from shared.adapter_format.bound import VectorBinding
 from shared.adapter_format.draft import Draft
 from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.names import EMBED, HEAD, Site, linear_site
-from shared.adapter_format.reasons import key_invalid
+from shared.adapter_format.reasons import TRAIN_WITHOUT, key_invalid
 from shared.adapter_format.values import Field, used
 from shared.base_model import linear_shape
 
@@ -21,7 +21,7 @@ FIELDS: Mapping[str, Field] = {KEY: used(False, values.flag)}
 def check(config: LoraConfig) -> None:
     """PEFT scales no bias on lora_B by the magnitude."""
     if config.use_dora and config.lora_bias:
-        raise key_invalid("lora_bias", "cannot be used with use_dora")
+        raise key_invalid("lora_bias", "cannot be used with use_dora", TRAIN_WITHOUT)
 
 
 def bind(draft: Draft) -> None:
@@ -39,7 +39,7 @@ def bind(draft: Draft) -> None:
 
 
 def _magnitude(draft: Draft, site: Site, size: int) -> str:
-    tensor = draft.require(site, *_ROLES, reason="use_dora promises it")
+    tensor = draft.require(site, *_ROLES, key=KEY)
     draft.check_shape(tensor, size)
     draft.leave_unread(site, *_ROLES)
     return tensor

@@ -15,7 +15,7 @@ from shared.adapter_format.kinds import block_diagonal
 from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.names import EMBED, HEAD
 from shared.adapter_format.pair import rank_and_scale, take_pair
-from shared.adapter_format.reasons import key_invalid
+from shared.adapter_format.reasons import TRAIN_WITHOUT, key_invalid
 from shared.adapter_format.values import Field
 
 FIELDS: Mapping[str, Field] = {}  # target_modules is every LoRA's
@@ -38,7 +38,9 @@ def bind(draft: Draft) -> None:
         blocks = block_diagonal.blocks(draft.config, draft.names.module(HEAD))
         is_tied = draft.is_tied and draft.config.ensure_weight_tying
         rank, scale = rank_and_scale(draft, HEAD, *pair, vocab, hidden, blocks, is_tied)
-        draft.head = draft.head._replace(a=pair[0], b=pair[1], rank=rank, scale=scale, blocks=blocks)
+        draft.head = draft.head._replace(
+            a=pair[0], b=pair[1], rank=rank, scale=scale, blocks=blocks, is_embedding=is_tied
+        )
     bind_base_rows(
         draft,
         embed=draft.take(EMBED, "base_layer.weight") if draft.embed.a is not None else None,
@@ -69,4 +71,4 @@ def _check_variants(config: LoraConfig) -> None:
         "velora_config": config.velora_config,
     }.items():
         if is_set:
-            raise key_invalid(key, "cannot be used with LoRA on embed_tokens")
+            raise key_invalid(key, "cannot be used with LoRA on embed_tokens", TRAIN_WITHOUT)

@@ -12,7 +12,7 @@ from typing import Any
 
 from shared.adapter_format.draft import Draft
 from shared.adapter_format.lora_config import LoraConfig
-from shared.adapter_format.reasons import key_invalid, key_unsupported
+from shared.adapter_format.reasons import key_unsupported, value_invalid
 from shared.adapter_format.values import Field, informational, is_nothing, refused, used
 
 KEY = "init_lora_weights"
@@ -33,14 +33,18 @@ LOST = {"pissa_niter_": RESAVE, "corda": RESAVE, "lora_ga": RESAVE, "loftq": FRO
 
 
 def _initialisation(key: str, value: Any) -> bool | str:
-    if isinstance(value, bool) or value in _PLAIN:
-        return bool(value) if isinstance(value, bool) else str(value)
+    """Names as PEFT takes them: in letters of any case."""
+    if isinstance(value, bool):
+        return value
     if not isinstance(value, str):
-        raise key_invalid(key, f"must be true, false or a name, is {value!r:.80}")
-    if value.lower() in _CONVERTIBLE:
+        raise value_invalid(key, f"true, false or a name, is {value!r:.80}")
+    name = value.lower()
+    if name in _PLAIN:
+        return name
+    if name in _CONVERTIBLE:
         raise key_unsupported(key, f"{value!r:.60} trains against a modified base model; {_CONVERT}")
     for start, advice in LOST.items():
-        if value.lower().startswith(start):
+        if name.startswith(start):
             raise key_unsupported(key, f"{value!r:.60} trains against a modified base model; {advice}")
     raise key_unsupported(
         key, f"the initialisation {value!r:.60} is not known; train with one of true, {', '.join(_PLAIN)}"

@@ -13,12 +13,17 @@ from shared.adapter_format.bound import FINAL_NORM, NormBinding, RowsBinding
 from shared.adapter_format.draft import Draft
 from shared.adapter_format.kinds.embeddings import bind_base_rows
 from shared.adapter_format.lora_config import LoraConfig
-from shared.adapter_format.names import EMBED, HEAD, Site
+from shared.adapter_format.names import EMBED, HEAD, Site, linear_site
 from shared.adapter_format.names import FINAL_NORM as FINAL_NORM_SITE
-from shared.adapter_format.reasons import key_invalid
+from shared.adapter_format.reasons import TRAIN_WITHOUT, key_invalid, tensor_unsupported
 from shared.adapter_format.values import Field, used
+from shared.base_model import MODULES
 
 KEY = "modules_to_save"
+LINEARS_ADVICE = (
+    "fully trained linears are not served; train LoRA on them, or merge the adapter into the base model and register "
+    "that as a base model"
+)
 _WEIGHT = "weight"
 _REPEATED = ("modules_to_save.weight", "original_module.weight")
 
@@ -48,14 +53,18 @@ def is_saved(draft: Draft, site: Site) -> bool:
 
 
 def bind(draft: Draft) -> None:
-    """Bind matrices and norms. Saved linears stay, and are refused as left over."""
+    """Bind matrices and norms. Saved linears are refused, also where the file lacks them."""
+    for layer in range(draft.model.num_layers):
+        for module in range(len(MODULES)):
+            if is_saved(draft, site := linear_site(layer, module)):
+                raise tensor_unsupported(draft.names.tensor(site, _WEIGHT), KEY, LINEARS_ADVICE)
     copies: dict[Site, str | None] = {EMBED: None, HEAD: None}
     for site in (EMBED, HEAD):
         if site == HEAD and not draft.names.head and HEAD not in draft.names.found:
             continue  # a bare backbone
         if is_saved(draft, site):
             _check_alone(draft, site)
-            tensor = draft.require(site, _WEIGHT, reason="modules_to_save promises it")
+            tensor = draft.require(site, _WEIGHT, key=KEY)
             draft.check_shape(tensor, draft.vocab, draft.model.hidden_size)
             rows = RowsBinding(tensor, None, "modules_to_save")
             if site == EMBED:
@@ -79,12 +88,12 @@ def _check_alone(draft: Draft, site: Site) -> None:
     """PEFT wraps a saved module once more where its rows are trained too, and then cannot run it."""
     if any(role.startswith("token_adapter.") for role in draft.names.found.get(site, ())):
         name = draft.names.module(site)
-        raise key_invalid(KEY, f"cannot be used on {name} with trainable_token_indices; use one of them")
+        raise key_invalid(KEY, f"cannot be used on {name} with trainable_token_indices", TRAIN_WITHOUT)
 
 
 def _bind_norm(draft: Draft, site: Site, size: int) -> None:
     if is_saved(draft, site):
-        tensor = draft.require(site, _WEIGHT, reason="modules_to_save promises it")
+        tensor = draft.require(site, _WEIGHT, key=KEY)
         draft.check_shape(tensor, size)
         layer = FINAL_NORM if site == FINAL_NORM_SITE else site.layer
         draft.norms.append(NormBinding(layer, site.part, tensor))  # type: ignore[arg-type] # one of the norms above

@@ -14,7 +14,7 @@ from shared.adapter_format.kinds.embeddings import bind_base_rows
 from shared.adapter_format.kinds.saved_modules import is_saved
 from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.names import EMBED, HEAD, Site
-from shared.adapter_format.reasons import key_invalid, key_unsupported
+from shared.adapter_format.reasons import OTHER_BASE, TRAIN_WITHOUT, key_invalid, key_unsupported
 from shared.adapter_format.values import Field, used
 
 KEY = "trainable_token_indices"
@@ -26,12 +26,14 @@ def _read(key: str, value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
     if values.is_nothing(value):
         return ()
     if isinstance(value, Mapping) and "" in value:
-        raise key_invalid(key, "has an empty name")
+        raise key_invalid(key, "has an empty name", "name embed_tokens or lm_head")
     named = value if isinstance(value, Mapping) else {"": value}
     pairs = tuple((name, values.token_ids(key, ids)) for name, ids in named.items())
     for name, ids in pairs:
         if not ids or len(set(ids)) != len(ids):
-            raise key_invalid(key, f"{name or 'the list'} is empty or names a token twice")
+            raise key_invalid(
+                key, f"{name or 'the list'} is empty or names a token twice", "name each token that has a row once"
+            )
     return pairs
 
 
@@ -51,7 +53,7 @@ def ids_by_site(config: LoraConfig, embed: str, head: str) -> dict[Site, tuple[i
     for name, ids in config.trainable_token_indices:
         site = EMBED if not name or embed.endswith(name) else HEAD if head.endswith(name) else None
         if site is None or site in found:
-            raise key_invalid(KEY, f"names {name!r:.100}, which is neither embed_tokens nor lm_head")
+            raise key_invalid(KEY, f"names {name!r:.100}", "name embed_tokens or lm_head, and each once")
         found[site] = ids
     return found
 
@@ -64,7 +66,11 @@ def bind(draft: Draft) -> None:
         return
     is_shared = draft.is_tied and EMBED in ids and ids.get(HEAD, ids[EMBED]) == ids[EMBED]
     if draft.is_tied and config.ensure_weight_tying and len(ids) == 2 and not is_shared:
-        raise key_invalid(KEY, "names different tokens for embed_tokens and lm_head, with ensure_weight_tying")
+        raise key_invalid(
+            KEY,
+            "names different tokens for embed_tokens and lm_head",
+            "name the same, or train without ensure_weight_tying",
+        )
     _check_others(draft, ids, is_shared)
     bind_base_rows(draft, draft.take(EMBED, _BENEATH), draft.take(HEAD, _BENEATH))
     if is_shared:
@@ -81,8 +87,8 @@ def bind(draft: Draft) -> None:
 
 def _rows(draft: Draft, site: Site, ids: tuple[int, ...]) -> RowsBinding:
     if max(ids) >= draft.vocab:
-        raise key_invalid(KEY, f"names token {max(ids)}; the embedding has {draft.vocab} rows")
-    tensor = draft.require(site, _ROWS, reason="trainable_token_indices promises it")
+        raise key_invalid(KEY, f"names token {max(ids)}, the embedding has {draft.vocab} rows", OTHER_BASE)
+    tensor = draft.require(site, _ROWS, key=KEY)
     draft.check_shape(tensor, len(ids), draft.model.hidden_size)
     return RowsBinding(tensor, ids, "trainable_tokens")
 
@@ -92,10 +98,12 @@ def _check_others(draft: Draft, ids: Mapping[Site, tuple[int, ...]], is_shared: 
     for site in ids:
         name = draft.names.module(site)
         if is_saved(draft, site):
-            raise key_invalid(KEY, f"cannot be used on {name} with modules_to_save")
+            raise key_invalid(KEY, f"cannot be used on {name} with modules_to_save", TRAIN_WITHOUT)
         if (draft.embed if site == EMBED else draft.head).a is not None:
-            raise key_invalid(KEY, f"cannot be used on {name} with LoRA on it")
+            raise key_invalid(KEY, f"cannot be used on {name} with LoRA on it", TRAIN_WITHOUT)
     if is_shared and draft.config.use_dora and draft.head.a is not None:
-        raise key_invalid(KEY, "cannot be used with DoRA of lm_head on a base model that ties it to embed_tokens")
+        problem = "cannot be used with DoRA of lm_head on a base model that ties it to embed_tokens"
+        raise key_invalid(KEY, problem, TRAIN_WITHOUT)
     if is_shared and is_saved(draft, HEAD):
-        raise key_unsupported(KEY, "with lm_head in modules_to_save it is not served on a base model that ties the two")
+        problem = "with lm_head in modules_to_save it is not served on a base model that ties the two"
+        raise key_unsupported(KEY, f"{problem}; {TRAIN_WITHOUT}")

@@ -26,6 +26,7 @@ class FakeRegistry(registry_pb2_grpc.AdapterRegistryServiceServicer):
         self.revision = 0  # of the answers
         self.is_watchable = False
         self.watch_requests: list[registry_pb2.WatchAdaptersRequest] = []
+        self.num_watches = 0  # open ones
         self.to_watchers: asyncio.Queue[registry_pb2.WatchAdaptersResponse | Exception] = asyncio.Queue()
         self.port = 0
 
@@ -53,11 +54,15 @@ class FakeRegistry(registry_pb2_grpc.AdapterRegistryServiceServicer):
         if not self.is_watchable:
             raise Unimplemented("WatchAdapters")
         self.watch_requests.append(request)
-        while True:
-            response = await self.to_watchers.get()
-            if isinstance(response, Exception):
-                raise response
-            yield response
+        self.num_watches += 1
+        try:
+            while True:
+                response = await self.to_watchers.get()
+                if isinstance(response, Exception):
+                    raise response
+                yield response
+        finally:
+            self.num_watches -= 1
 
     def tell(
         self,
@@ -67,6 +72,7 @@ class FakeRegistry(registry_pb2_grpc.AdapterRegistryServiceServicer):
         is_complete: bool = False,
         token: str = "",
         versions: Sequence[ResolvedVersion] = (),
+        deleted_version: int = 0,
     ) -> None:
         """Have the watch say that it has told everything up to `revision`, where adapters of these names changed."""
         kind = registry_pb2.AdapterChange.TYPE_DELETE if deleted else registry_pb2.AdapterChange.TYPE_UPSERT
@@ -76,6 +82,7 @@ class FakeRegistry(registry_pb2_grpc.AdapterRegistryServiceServicer):
                 "adapter": {"name": f"namespaces/default/adapters/{name}"},
                 "versions": [message_of(version) for version in versions],
                 "revision": revision,
+                "deleted_version": deleted_version,
             }
             for name in changed
         ]

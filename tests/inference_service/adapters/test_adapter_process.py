@@ -23,7 +23,7 @@ import zmq.asyncio
 from inference_service.adapters.client import AdapterClient
 from inference_service.adapters.config import AdapterProcessConfig, AdapterProcessStart
 from inference_service.adapters.host_arena import create_host_arena, map_host_arena
-from inference_service.adapters.turns import PER_TENANT
+from inference_service.adapters.staging import PER_TENANT
 from inference_service.stats import Usage
 from inference_service.types import (
     Acquire,
@@ -334,7 +334,7 @@ async def test_a_restart_finds_the_disk_tier_and_verifies_it(registry: FakeRegis
     (replica.folder / "aside").rename(cached.parent)
     failed = await replica.engine.acquire(digest)
     assert isinstance(failed, AcquireFailed)
-    assert failed.error.reason == "ADAPTER_NOT_FOUND"
+    assert (failed.error.reason, failed.error.retry_after) == ("SOURCE_UNAVAILABLE", 1.0)
     await replica.client.prepare("default/a")
     assert "fetching it again" in replica.log_text
     assert isinstance(await replica.engine.acquire(digest), Acquired)

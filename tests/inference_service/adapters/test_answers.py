@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_service.adapters import answers as answers_module
+from inference_service.adapters.adapter_change import AdapterChange
 from inference_service.adapters.answers import Answer, Answers
 from inference_service.adapters.resolution import Resolution, ResolvedVersion
 
@@ -69,7 +70,7 @@ def test_nothing_that_the_watch_contradicts_is_believed(steps: list[tuple]) -> N
                 world.now += seconds
             case ("hear",) if world.told is not None:
                 for revision in range(world.told + 1, world.revision + 1):
-                    answers.changed(world.changes[revision], revision, is_deleted=False)
+                    answers.changed(AdapterChange(world.changes[revision], revision))
                 world.told = resumable = world.revision
                 world.heard_at = world.now
                 answers.confirmed(world.revision)
@@ -135,10 +136,33 @@ def test_what_was_deleted_is_not_found_until_it_is_asked_for_again() -> None:
     answers.watching(1)
     for reference in ("default/a", "default/a@1", "default/ab"):
         answers.put(reference, Answer(_resolution(1), 0.0, 1))
-    answers.changed("default/a", 2, is_deleted=True)
+    answers.changed(AdapterChange("default/a", 2, is_deleted=True))
     assert [answers.find(r) is None for r in ("default/a", "default/a@1", "default/ab")] == [True, True, False]
     answers.put("default/a", Answer(_resolution(1), 0.0, 3))
     assert answers.find("default/a") is not None
+
+
+def test_what_names_a_deleted_version_or_alias_is_not_found() -> None:
+    answers = _clock_at([0.0])
+    answers.watching(1)
+    meanings = {"default/a": 2, "default/a@1": 1, "default/a@2": 2, "default/a@latest": 2, "default/a@prod": 1}
+    for reference, number in meanings.items():
+        answers.put(reference, Answer(_resolution(number), 0.0, 1))
+    split = Resolution("u", "canary", tuple((_resolution(n).targets[0][0], 1.0) for n in (1, 2)), TTL)
+    answers.put("default/a@canary", Answer(split, 0.0, 1))
+
+    def found() -> set[str]:
+        return {r for r in (*meanings, "default/a@canary") if answers.find(r) is not None}
+
+    answers.changed(AdapterChange("default/a", 2, aliases=frozenset(["prod", "canary"])))
+    assert found() == {*meanings, "default/a@canary"}
+    answers.changed(AdapterChange("default/a", 3, deleted_versions=frozenset([2]), aliases=frozenset(["prod"])))
+    assert found() == {"default/a@1", "default/a@prod"}
+    answers.put("default/a@2", Answer(_resolution(2), 0.0, 2))  # asked for before, and it comes late
+    answers.changed(AdapterChange("default/a", 4, aliases=frozenset()))
+    assert found() == {"default/a@1"}
+    answers.put("default/a", Answer(_resolution(1), 0.0, 4))
+    assert found() == {"default/a", "default/a@1"}
 
 
 def test_forgetting_changes_forgets_no_contradiction() -> None:
@@ -146,9 +170,9 @@ def test_forgetting_changes_forgets_no_contradiction() -> None:
     answers = _clock_at(times)
     answers.watching(1)
     answers.put("default/a", Answer(_resolution(1), 0.0, 1))
-    answers.changed("default/a", 2, is_deleted=False)
+    answers.changed(AdapterChange("default/a", 2))
     for revision in range(3, answers_module.MAX_CHANGES + 3):
-        answers.changed(f"default/other-{revision}", revision, is_deleted=False)
+        answers.changed(AdapterChange(f"default/other-{revision}", revision))
     assert answers.required_revision("default/a") == 0
     answer = answers.find("default/a")
     assert answer is not None

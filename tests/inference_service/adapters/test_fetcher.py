@@ -11,6 +11,7 @@ import pytest
 
 from inference_service.adapters.disk_cache import DiskCache
 from inference_service.adapters.fetcher import CacheUnavailable, Fetcher
+from inference_service.adapters.resolution import of_another_process
 from shared.adapter_format.files import WEIGHTS
 from shared.errors import (
     AdapterMemory,
@@ -19,6 +20,7 @@ from shared.errors import (
     LoraplexError,
     SourceForbidden,
     SourceNotFound,
+    SourceUnavailable,
 )
 from shared.sources.policy import SourcePolicy
 from shared.sources.resolver import PinnedSource, Source, open_source
@@ -169,3 +171,12 @@ def test_stopping_ends_a_download(cache: DiskCache, root: Path) -> None:
     fetcher.close()
     with pytest.raises(Draining):
         fetcher.fetch(version_of(root / "a"))
+
+
+def test_what_another_process_prepared_and_is_gone_may_be_asked_for_again(cache: DiskCache, root: Path) -> None:
+    version = version_of(root / "a")
+    with pytest.raises(SourceUnavailable) as caught:
+        _fetcher(cache, root).fetch(of_another_process(version.digest, version.files), lambda _: None)
+    assert caught.value.retry_after
+    with pytest.raises(SourceNotFound):
+        _fetcher(cache, root).fetch(version._replace(sources=()), lambda _: None)

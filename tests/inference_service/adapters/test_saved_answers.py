@@ -1,6 +1,8 @@
 """What is kept of answers is what the next process needs: the last one, and when it was last known to be right."""
 
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,10 @@ import pytest
 from inference_service.adapters.saved_answers import HEARD_SECONDS, SavedAnswers
 
 REFERENCES = {"default/a": "default/a", "default/a@1": "default/a", "default/ab": "default/ab"}
+
+
+def _nothing_ends(reference: str, response: bytes) -> bool:
+    return False
 
 
 class Saved:
@@ -70,7 +76,7 @@ async def test_a_change_ends_that_for_its_adapter_only(saved: Saved) -> None:
     for reference in REFERENCES:
         saved.put(reference)
     saved.now += 1
-    saved.answers.doubt("default/a")
+    saved.answers.changed("default/a", _nothing_ends)
     saved.now += 10
     saved.answers.heard()
     assert await saved.ages() == [10.0, 10.0, 0.0]
@@ -85,9 +91,47 @@ async def test_what_means_nothing_is_gone(saved: Saved) -> None:
         saved.put(reference)
     saved.answers.drop("default/a@1")
     assert await saved.ages() == [0.0, None, 0.0]
-    saved.put("default/a@1")
-    saved.answers.drop_adapter("default/a")
+    saved.put("default/a@1", b"old")
+    saved.answers.changed("default/a", lambda reference, response: (reference, response) == ("default/a@1", b"old"))
+    assert await saved.ages() == [0.0, None, 0.0]
+    saved.answers.changed("default/a", lambda *_: True)
     assert await saved.ages() == [None, None, 0.0]
+
+
+async def test_where_the_watch_is_resumed_what_it_left_is_right_but_for_what_changed(saved: Saved) -> None:
+    saved.put("default/a")
+    saved.put("default/ab")
+    saved.put("default/a@1", is_watched=False)
+    assert await saved.answers.token() == ""
+    saved.answers.heard("five")
+    saved.now += 1
+    saved.answers.heard("six")  # too soon to be written: what is told twice does no harm
+    saved.restart()
+    assert await saved.answers.token() == "five"
+    saved.now += 100
+    saved.answers.changed("default/ab", _nothing_ends)
+    saved.answers.resumed()
+    saved.now += HEARD_SECONDS
+    saved.answers.heard("seven")
+    assert await saved.ages() == [0.0, 101.0 + HEARD_SECONDS, 101.0 + HEARD_SECONDS]
+    saved.answers.doubt()
+    assert await saved.answers.token() == ""
+    saved.restart()
+    saved.now += 1
+    assert await saved.ages() == [1.0, 102.0 + HEARD_SECONDS, 102.0 + HEARD_SECONDS]
+
+
+async def test_a_file_of_before_there_were_tokens(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "answers.sqlite")) as database:
+        columns = "reference text primary key, adapter text, right_at real, is_watched integer, response blob"
+        database.executescript(f"create table answers ({columns}); create table heard (at real);")
+        database.execute("insert into answers values ('default/a', 'default/a', 900, 1, x'31')")
+        database.execute("insert into heard values (990)")
+        database.commit()
+    saved = Saved(tmp_path / "answers.sqlite")
+    assert await saved.ages() == [10.0, None, None]
+    assert await saved.answers.token() == ""
+    saved.answers.close()
 
 
 @pytest.mark.parametrize("content", [b"rubbish" * 1000, None])

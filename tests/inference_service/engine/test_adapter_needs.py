@@ -157,7 +157,7 @@ def serve(stack, num_adapters, weights, rate, steps, tenants=1):
 def test_working_sets_beyond_the_arena_do_not_thrash(num_adapters, is_zipf, tenants):
     stack = Stack(units=32, num_seqs=64, budget=1024)
     weights = [1 / (rank + 1) if is_zipf else 1 for rank in range(num_adapters)]
-    count = serve(stack, num_adapters, weights, rate=0.6, steps=500, tenants=tenants)
+    count = serve(stack, num_adapters, weights, rate=0.6, steps=300, tenants=tenants)
     assert stack.num_copies <= count, "an adapter was loaded in vain"
 
 
@@ -191,7 +191,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     arrivals,
     st.lists(st.integers(1, 3), min_size=10, max_size=10),

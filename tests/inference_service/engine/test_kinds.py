@@ -27,7 +27,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# Between them these have all that a base model may have: tied heads and others, biases, norms of q and k.
+DEFAULT = ("llama-tied", "qwen3")
+CHOSEN = [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=CHOSEN)
 def world(request, tmp_path_factory, one_thread) -> World:
     cases = [name for name, case in CASES.items() if case.kind in SERVED_KINDS]
     return build(tmp_path_factory.mktemp(request.param), request.param, cases)

@@ -4,7 +4,7 @@ All but the capture runs on a CPU, over kernels' references: what a graph would 
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from torch import Tensor
 from inference_service.engine.cuda_runner import CudaRunner
 from inference_service.engine.device_batch import num_chunks
 from inference_service.engine.graphs import StepGraphs
+from inference_service.engine.step import Chunk, Schedule
 from inference_service.engine.step_kinds import Kind
-from inference_service.types import GenerateSpec, Sampling, Stop
+from inference_service.engine.warm_up import _run_heaviest
+from inference_service.types import MAX_LOGPROBS, GenerateSpec, Sampling, Stop
+from kernels.table import MAX_RANK
 from tests.inference_service.engine.kind_models import CASES, build
 from tests.inference_service.engine.test_kinds import check
 from tests.inference_service.engine.test_kinds import requests as kinds_requests
@@ -105,6 +108,19 @@ def test_tokens_and_logprobs_are_the_plain_runners(tiny: Tiny, no_cuda: None, se
     assert {bool(kind.max_rank) for kind in replayed} >= {True}
 
 
+def test_requests_without_an_adapter_replay_what_a_server_without_lora_does(
+    tiny: Tiny, no_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, specs = padding(tiny), requests(12)
+    run(engine, specs)  # adapters are in their slots
+    engine.runner.graphs.replayed.clear()
+    base = [spec for spec in specs if spec.adapter_digest is None]
+    expected = run(build_engine(tiny), base)[0]
+    monkeypatch.setattr("inference_service.lora.linear.product_and_delta", None)
+    same(run(engine, base)[0], expected)
+    assert {kind.max_rank for kind in engine.runner.graphs.replayed} == {0}
+
+
 @pytest.mark.parametrize("family", ["qwen2", "llama-tied"])
 def test_gains_and_offsets_take_the_kernels_way(
     tmp_path: Path, no_cuda: None, family: str, monkeypatch: pytest.MonkeyPatch
@@ -137,3 +153,41 @@ def test_a_chunk_in_which_an_adapter_starts_has_two_runs(tiny: Tiny, no_cuda: No
     kind = engine.runner.kinds.mixed(12 * 18, 0, 12, 8)
     assert kind in engine.runner.graphs.replayed
     assert num_chunks(kind) >= 12 * 3
+
+
+def wants_everything(chunks: Sequence[Chunk]) -> bool:
+    """An adapter, penalties, biases, and logprobs of every row with the most alternatives."""
+    specs = [chunk.sequence.request.spec for chunk in chunks]
+    rows = sum(len(chunk.scored_positions) + chunk.samples for chunk in chunks)
+    return (
+        rows == sum(chunk.length for chunk in chunks)
+        and all(chunk.sequence.handle is not None for chunk in chunks)
+        and all(spec.logprobs == spec.prompt_logprobs == MAX_LOGPROBS for spec in specs)
+        and all(spec.sampling.logit_bias and spec.sampling.repetition_penalty != 1.0 for spec in specs)
+    )
+
+
+def test_the_warm_up_runs_the_heaviest_steps_and_leaves_nothing_behind(
+    tiny: Tiny, no_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget, seqs = 96, 7
+    engine, launched = padding(tiny, budget=budget, num_seqs=seqs), []
+    launch = engine.runner.launch
+
+    def note(schedule: Schedule) -> Any:
+        launched.append(schedule)
+        return launch(schedule)
+
+    engine.runner.arena.ranks[0] = MAX_RANK
+    with torch.inference_mode(), monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "launch", note)
+        _run_heaviest(engine.runner)
+    engine.runner.arena.ranks[0] = 0
+    heaviest = [step.chunks for step in launched if wants_everything(step.chunks)]
+    tokens = {(len(chunks), sum(chunk.length for chunk in chunks)) for chunks in heaviest}
+    assert {(1, budget), (seqs, budget // seqs * seqs)} <= tokens
+    full = [step.chunks for step in launched if len(step.chunks) == step.num_decodes == seqs]
+    asked = {(str(chunks[0].sequence.request.spec.sampling), chunks[0].sequence.handle) for chunks in full}
+    assert len(asked) == 2 * 5  # kinds of sampling, with an adapter and without
+    same(run(engine, requests(12))[0], run(build_engine(tiny), requests(12))[0])
+    engine.scheduler.check_integrity()

@@ -98,7 +98,7 @@ def test_what_peft_makes_of_loftq_counts_from_the_quantised_base_model():
     assert caught.value.metadata == {"key": "loftq_config"}
 
 
-@pytest.mark.parametrize("value", [True, False, None, "gaussian", "orthogonal", "eva", "mica"])
+@pytest.mark.parametrize("value", [True, False, None, "gaussian", "Gaussian", "orthogonal", "eva", "mica"])
 def test_plain_initialisations(value):
     assert parse_adapter_config(config(init_lora_weights=value))
 

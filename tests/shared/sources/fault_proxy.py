@@ -19,6 +19,7 @@ class Fault(NamedTuple):
 
     `status` answers with that; otherwise the body is passed on: all of it, or `after` bytes of it and then `ending`.
     `flip` changes a bit of its last byte, `rate` is in bytes a second, `ranges` False hides the request's range.
+    `dripping`: of the answer comes a byte now and then, and never so much as its head.
     """
 
     path: str = ""
@@ -30,6 +31,7 @@ class Fault(NamedTuple):
     flip: bool = False
     rate: float = 0.0
     ranges: bool = True
+    dripping: bool = False
 
 
 class Seen(NamedTuple):
@@ -98,10 +100,17 @@ class _Handler(BaseHTTPRequestHandler):
         seen = Seen(self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, [0])
         self.proxy.seen.append(seen)
         with suppress(OSError):
-            if fault is not None and fault.status:
+            if fault is not None and fault.dripping:
+                self._drip()
+            elif fault is not None and fault.status:
                 self._answer(fault)
             else:
                 self._forward(fault or Fault(), seen)
+
+    def _drip(self) -> None:
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+        while not self.proxy.stopping.wait(0.02):
+            self.wfile.write(b"x")
 
     def _answer(self, fault: Fault) -> None:
         self.send_response(fault.status)

@@ -30,6 +30,7 @@ class Store:
     """Folders of files under URIs. Faults happen to the bytes of files."""
 
     policy: SourcePolicy
+    proxy: FaultProxy  # before the server that is asked first
 
     def put(self, name: str, files: dict[str, bytes]) -> str:
         """Create or replace a folder; its URI."""

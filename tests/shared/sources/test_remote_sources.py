@@ -1,5 +1,6 @@
 """What holds for the Hub, S3 and plugins alike: pins, ranges, and every way in which a source goes wrong."""
 
+import dataclasses
 import threading
 import time
 
@@ -18,7 +19,7 @@ from shared.sources.policy import SourcePolicy
 from shared.sources.remote import HEAD_BYTES
 from shared.sources.resolver import RangedSource, Source
 from tests.shared.sources.fault_proxy import Fault
-from tests.shared.sources.stores import HubStore, S3Store, Store
+from tests.shared.sources.stores import IMPATIENT, HubStore, S3Store, Store, WebStore
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BYTES = bytes(range(256)) * 2048  # 512 KiB
@@ -131,11 +132,39 @@ def test_a_body_that_stalls_is_asked_for_again(store: Store) -> None:
     assert part(source, 0, len(BYTES)) == BYTES
 
 
-def test_a_source_that_is_slower_than_anybody_waits_for(store: Store) -> None:
-    source = store.open(store.pinned(store.put("a", FILES)))
-    store.fault(Fault(rate=5_000))
-    with pytest.raises(SourceUnavailable, match=r"too slow|not reachable"):
-        part(source, 0, len(BYTES))
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_a_source_that_is_slower_than_anybody_waits_for(store: Store, has_ranges: bool) -> None:
+    slow = dataclasses.replace(store.policy, patience=IMPATIENT._replace(pace=0.2, stall=0.0))
+    source = store.open(store.pinned(store.put("a", FILES)), policy=slow)
+    store.fault(Fault(rate=20, ranges=has_ranges))  # single bytes, so that no read waits in vain
+    with pytest.raises(SourceUnavailable, match="too slow") as caught:
+        part(source, 100_000, len(BYTES))
+    assert caught.value.retry_after
+    assert caught.value.metadata["file"] == WEIGHTS
+
+
+def left_behind() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "source"]
+
+
+def test_an_answer_that_never_quite_begins(store: Store) -> None:
+    uri = store.put("a", FILES)
+    impatient = dataclasses.replace(store.policy, patience=IMPATIENT._replace(answer=0.3, stall=0.0))
+    source = store.open(store.pinned(uri))
+    assert CONFIG in source.list()
+    store.proxy.faults.append(Fault(dripping=True))
+    asked = [lambda: store.open(source.pin(), policy=impatient).open(WEIGHTS)]
+    if not isinstance(store, WebStore):
+        asked.append(lambda: store.open(store.pinned(uri), policy=impatient).list())
+    for ask in asked:
+        with pytest.raises(SourceUnavailable, match=r"too slow|not reachable") as caught:
+            ask()
+        assert caught.value.retry_after
+        assert caught.value.metadata["uri"].rstrip("/") == uri.rstrip("/")
+    store.close()
+    for thread in left_behind():
+        thread.join(30)  # none outlives its connection
+    assert not left_behind()
 
 
 def test_nobody_waits_any_more(store: Store) -> None:

@@ -1,14 +1,23 @@
 """S3's own ways: logins, buckets and prefixes, with the real client against a real server."""
 
 import threading
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+from boto3.s3.transfer import TransferConfig
 
-from shared.errors import InvalidArgument, LoraplexError, SourceForbidden, SourceNotFound, SourceUnavailable
+from shared.errors import (
+    DigestMismatch,
+    InvalidArgument,
+    LoraplexError,
+    SourceForbidden,
+    SourceNotFound,
+    SourceUnavailable,
+)
 from shared.sources.credentials import Credential
 from shared.sources.policy import SourcePolicy
-from shared.sources.resolver import PinnedSource, Source, open_source
+from shared.sources.resolver import PinnedSource, RangedSource, Source, SourceFile, open_source
 from tests.shared.sources.fault_proxy import Fault
 from tests.shared.sources.stores import IMPATIENT, SECRET, S3Store
 
@@ -19,6 +28,11 @@ def opened(s3: S3Store, uri: str, secret: str, **fields: str) -> Source:
     credential = Credential("s3", secret, ("*",), ("s3://",), endpoint=s3.proxy.url, **fields)
     policy = SourcePolicy({}, {"c": credential}, patience=IMPATIENT)
     return open_source(PinnedSource(uri, credential_ref="c"), "default", policy, threading.Event())
+
+
+def read(file: SourceFile) -> bytes:
+    with file:
+        return b"".join(iter(lambda: file.read(1 << 20), b""))
 
 
 def authorizations(s3: S3Store) -> list[str]:
@@ -48,6 +62,23 @@ def test_a_whole_bucket_is_a_folder(s3: S3Store) -> None:
     source = s3.open(s3.pinned(f"s3://{s3.bucket}"))
     assert source.list() == ["adapter_config.json"]
     assert source.pin().uri == f"s3://{s3.bucket}"
+
+
+def test_an_object_that_was_uploaded_in_parts(s3: S3Store) -> None:
+    """Its ETag is no hash of its content, and pins it all the same."""
+    content = bytes(range(256)) * (24 << 10)  # 6 MiB: parts but the last have 5 at least
+    in_parts = TransferConfig(multipart_threshold=5 << 20, multipart_chunksize=5 << 20, use_threads=False)
+    s3.client.upload_fileobj(BytesIO(content), s3.bucket, "adapters/a/w", Config=in_parts)
+    source = s3.open(s3.pinned(f"s3://{s3.bucket}/adapters/a"))
+    assert read(source.open("w")) == content
+    pinned = source.pin()
+    assert pinned.objects[0].etag.endswith('-2"')
+    border = 5 << 20
+    assert isinstance(source, RangedSource)
+    assert read(source.open_range("w", border - 10, border + 10)) == content[border - 10 : border + 10]
+    s3.client.put_object(Bucket=s3.bucket, Key="adapters/a/w", Body=content[::-1])
+    with pytest.raises(DigestMismatch):
+        s3.open(pinned).open("w")
 
 
 @pytest.mark.parametrize(

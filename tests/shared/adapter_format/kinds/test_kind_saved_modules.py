@@ -67,9 +67,11 @@ def test_shapes(name, shape):
 
 @pytest.mark.parametrize("modules", [["k_proj"], ["self_attn.k_proj"], ["mlp"]])
 def test_whole_linears_are_not_served(modules):
-    name = f"{PREFIX}model.layers.0.{'mlp.up_proj' if modules == ['mlp'] else 'self_attn.k_proj'}.weight"
-    error = refused(UnsupportedAdapter, tensors() | {name: info("F32", (8, 16))}, modules_to_save=modules)
-    assert error.metadata == {"tensor": name, "key": "modules_to_save"}
+    """Nor are files that lack what modules_to_save promises."""
+    name = f"{PREFIX}model.layers.0.{'mlp.gate_proj' if modules == ['mlp'] else 'self_attn.k_proj'}.weight"
+    for entries in (tensors() | {name: info("F32", (8, 16))}, tensors()):
+        error = refused(UnsupportedAdapter, entries, modules_to_save=modules)
+        assert error.metadata == {"tensor": name, "key": "modules_to_save"}
 
 
 def test_names_of_other_tasks_are_warned_of_by_their_tensors_only():

@@ -1,23 +1,19 @@
-"""Who waits for whom among downloads."""
+"""Who waits for whom among those who read sources."""
 
 import asyncio
 from collections.abc import Sequence
 
-from inference_service.adapters.resolution import ResolvedVersion
-from inference_service.adapters.turns import PER_ORIGIN, PER_TENANT, DownloadTurns
 from shared.sources.resolver import PinnedSource
+from shared.sources.turns import SourceTurns
 
-
-def version(tenant: str, uri: str) -> ResolvedVersion:
-    name = f"namespaces/{tenant}/adapters/a/versions/1"
-    return ResolvedVersion(name, 1, "uid", "sha256:0", (), (PinnedSource(uri),), rank=1)
+PER_ORIGIN, PER_TENANT = 8, 24
 
 
 class Downloads:
     """Downloads that hang until they are ended; `under_way` are those that have a place."""
 
     def __init__(self) -> None:
-        self.turns = DownloadTurns()
+        self.turns = SourceTurns(PER_ORIGIN, PER_TENANT)
         self.under_way: list[str] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -31,7 +27,7 @@ class Downloads:
         await self._settled()
 
     async def _hang(self, tenant: str, uri: str) -> None:
-        async with self.turns.turn(version(tenant, uri)):
+        async with self.turns.turn(tenant, PinnedSource(uri).origin):
             self.under_way.append(tenant + uri)
             try:
                 await asyncio.Event().wait()
