@@ -4,14 +4,15 @@
 # mypy: disable-error-code="no-untyped-call"
 
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from inference_service.lora.adapter import Copy
+from inference_service.lora.copies import CopyQueue, Piece, SideStream
 from inference_service.lora.extras import Affine, SlotExtras, extras_of
 from inference_service.lora.residents import Move
 from inference_service.lora.slot_rows import SlotRows
@@ -20,50 +21,18 @@ from kernels.beside import Sides
 from kernels.table import A_OFFSET, B_OFFSET, MAX_RANK, NUM_MODULES, OFFSET_UNIT, RANK, SCALE, AdapterTable
 from shared.errors import AdapterInvalid, UnsupportedAdapter
 
-# A step's small metadata copies queue behind the adapter copies on the same copy engine. Those issued while a long step
-# runs have arrived before the next one's metadata: the longer the steps, the more may be in flight.
-LEAST_IN_FLIGHT = 8 << 20
-MOST_IN_FLIGHT = 32 << 20
-LINK_SHARE = 12e9  # bytes a second, about a quarter of a PCIe 5 link
 PIECE_BYTES = 2 << 20
 BOUNCE_BYTES = 16 << 20  # on the device, for moves onto themselves
 
 
-class AdapterCopy:
-    """One adapter on its way from the host arena into its slot. `pieces`: (target, source) not yet issued.
+class Done:
+    """A copy that has arrived."""
 
-    `entries`, `extras`: of the slot, once it is there.
-    """
-
-    def __init__(
-        self,
-        arena: "Arena",
-        slot: int,
-        pieces: Iterable[tuple[Tensor, Tensor]],
-        entries: Tensor,
-        extras: SlotExtras | None,
-    ) -> None:
-        self.slot = slot
-        self.pieces = deque(pieces)
-        self.entries = entries
-        self.extras = extras
-        self.bytes_left = sum(target.numel() for target, _ in self.pieces)
-        self.has_arrived = False
-        self._arena = arena
+    bytes_left = 0
 
     def is_done(self) -> bool:
-        """Whether the next step may use the adapter and the blob may go. Never waits; moves the arena's copies on."""
-        if not self.has_arrived:
-            self._arena.advance()
-        return self.has_arrived
-
-
-class Batch(NamedTuple):
-    """Pieces issued together. `completes`: the copies whose last pieces are among them."""
-
-    arrival: torch.cuda.Event
-    nbytes: int
-    completes: tuple[AdapterCopy, ...]
+        """It is."""
+        return True
 
 
 class Arena:
@@ -94,17 +63,14 @@ class Arena:
         self._has_affines = [False] * num_slots  # in the table
         self.extras: dict[int, SlotExtras] = {}
         self.ranks = [0] * num_slots
-        self._copies: deque[AdapterCopy] = deque()
         self._bounce = torch.empty(min(BOUNCE_BYTES, nbytes), dtype=torch.uint8, device=device)
-        self._is_cuda = device.type == "cuda"
+        self._copies: CopyQueue | None = None  # None on a CPU, where a copy is done at once
         self.sides: Sides | None = None  # for what adapters add, beside a base projection
-        if self._is_cuda:
-            self._stream = torch.cuda.Stream(device)
+        if device.type == "cuda":
+            self._copies = CopyQueue(SideStream(device), time.monotonic)
             self.sides = Sides(torch.cuda.Stream(device), torch.cuda.Stream(device))
-            self._batches: deque[Batch] = deque()
-            self._advanced_at = time.monotonic()
 
-    def load(self, slot: int, layout: BlobLayout, chunk_offsets: Sequence[int], host_offset: int) -> AdapterCopy:
+    def load(self, slot: int, layout: BlobLayout, chunk_offsets: Sequence[int], host_offset: int) -> Copy:
         """Start to copy a blob from the host arena into a free slot; on a CPU it is done on return.
 
         Args:
@@ -120,13 +86,14 @@ class Arena:
         self._check(layout)
         entries = self._entries(layout, chunk_offsets)
         extras = extras_of(layout, self._bytes, chunk_offsets)
-        copy = AdapterCopy(self, slot, self._pieces(layout.chunks, chunk_offsets, host_offset), entries, extras)
-        if self._is_cuda:
-            # The ranges may have been another adapter's: wait for every step launched so far.
-            self._stream.wait_stream(torch.cuda.current_stream())
-        self._copies.append(copy)
-        self.advance()
-        return copy
+        pieces = self._pieces(layout.chunks, chunk_offsets, host_offset)
+        arrive = partial(self._arrive, slot, entries, extras)
+        if self._copies is not None:
+            return self._copies.add(pieces, arrive)
+        for target, source in pieces:
+            target.copy_(source)
+        arrive()
+        return Done()
 
     def move(self, moves: Iterable[Move]) -> None:
         """Move bytes of adapters that are not on their way, in order, on the compute stream: steps launched before read
@@ -146,63 +113,17 @@ class Arena:
 
     def relocate(self, slot: int, layout: BlobLayout, chunk_offsets: Sequence[int]) -> None:
         """Let the steps launched from now on find a slot's chunks at these offsets. See `load`."""
-        self._set_entries(slot, self._entries(layout, chunk_offsets))
-        self._set_extras(slot, extras_of(layout, self._bytes, chunk_offsets))
+        self._arrive(slot, self._entries(layout, chunk_offsets), extras_of(layout, self._bytes, chunk_offsets))
 
     def clear(self, slot: int) -> None:
         """Make the kernels skip `slot`. Its bytes may be given away at once: `load` waits for the steps before it."""
         self._set_entries(slot, torch.zeros(self.table.entries.shape[1:], dtype=torch.int32))
         self._set_extras(slot, None)
 
-    def advance(self) -> None:
-        """Finish the copies that have arrived, in order of `load`, and issue the next pieces. Never waits."""
-        if not self._is_cuda:
-            for copy in self._copies:
-                self._copy_now(copy)
-            self._copies.clear()
-            return
-        while self._batches and self._batches[0].arrival.query():
-            for copy in self._batches.popleft().completes:
-                self._finish(copy)
-        if self._copies:
-            self._issue(self._allowance())
-
-    def _copy_now(self, copy: AdapterCopy) -> None:
-        for target, source in copy.pieces:
-            target.copy_(source)
-        copy.pieces.clear()
-        copy.bytes_left = 0
-        self._finish(copy)
-
-    def _finish(self, copy: AdapterCopy) -> None:
-        self._set_entries(copy.slot, copy.entries)
-        self._set_extras(copy.slot, copy.extras)
-        copy.has_arrived = True
-
-    def _allowance(self) -> int:
-        """Bytes that may be in flight until the next call, which comes after about as long as this one did."""
-        now, before = time.monotonic(), self._advanced_at
-        self._advanced_at = now
-        return int(min(max((now - before) * LINK_SHARE, LEAST_IN_FLIGHT), MOST_IN_FLIGHT))
-
-    def _issue(self, most: int) -> None:
-        """Issue the next pieces, once half of what may be in flight has arrived, so that the link is never idle."""
-        in_flight = sum(batch.nbytes for batch in self._batches)
-        if in_flight > most // 2:
-            return
-        nbytes = 0
-        completes: list[AdapterCopy] = []
-        with torch.cuda.stream(self._stream):
-            while self._copies and in_flight + nbytes < most:
-                copy = self._copies[0]
-                if copy.pieces:
-                    target, source = copy.pieces.popleft()
-                    target.copy_(source, non_blocking=True)
-                    nbytes += target.numel()
-                    copy.bytes_left -= target.numel()
-                if not copy.pieces:
-                    completes.append(self._copies.popleft())
-            self._batches.append(Batch(self._stream.record_event(), nbytes, tuple(completes)))
+    def _arrive(self, slot: int, entries: Tensor, extras: SlotExtras | None) -> None:
+        """A blob lies in its slot: the steps launched from now on find it there."""
+        self._set_entries(slot, entries)
+        self._set_extras(slot, extras)
 
     def _set_entries(self, slot: int, entries: Tensor) -> None:
         """Rewrite a slot's part of the table, on the compute stream."""
@@ -246,13 +167,11 @@ class Arena:
                     metadata={"key": f"layers.{chunk.layer}"},
                 )
 
-    def _pieces(
-        self, chunks: Sequence[ChunkLayout], chunk_offsets: Sequence[int], host_offset: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pieces(self, chunks: Sequence[ChunkLayout], chunk_offsets: Sequence[int], host_offset: int) -> Iterator[Piece]:
         for chunk, offset in zip(chunks, chunk_offsets, strict=True):
             target = self._bytes[offset : offset + chunk.nbytes]
             source = self._host[host_offset + chunk.offset : host_offset + chunk.offset + chunk.nbytes]
-            yield from zip(target.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True)
+            yield from map(Piece, target.split(PIECE_BYTES), source.split(PIECE_BYTES))
 
     def _entries(self, layout: BlobLayout, chunk_offsets: Sequence[int]) -> Tensor:
         """`[layers, modules, 4]` int32 on the CPU: a slot's part of the table for chunks at these offsets."""

@@ -83,7 +83,7 @@ def test_prompts_are_unseen() -> None:
         assert not seen & {*PROMPTS, *JSON_PROMPTS}
 
 
-@pytest.mark.parametrize("prompt", JSON_PROMPTS[:2])
+@pytest.mark.parametrize("prompt", [JSON_PROMPTS[0], pytest.param(JSON_PROMPTS[1], marks=pytest.mark.slow)])
 def test_json_parses(adapted: PeftModel, tokenizer, prompt: str) -> None:
     adapted.set_adapter("json")
     assert parses(answer(adapted, tokenizer, prompt))

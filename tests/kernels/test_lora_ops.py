@@ -139,7 +139,7 @@ def assert_close(actual: Tensor, expected: np.ndarray, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", [1, 7, 133, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 3, 33))])
 @pytest.mark.parametrize("name", NAMES)
 def test_reference_is_right(name: str, rows: int, dtype: torch.dtype) -> None:
     for group in GROUPS:
