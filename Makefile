@@ -1,6 +1,7 @@
 # make demo    sets everything up and shows one base model and three adapters answering in one batch
 # make serve   leaves both services up
 # make test    every check; what CI runs
+# make test-slow    what a default run leaves out: more of the same parameters, more rounds, minutes of faults
 # make test-faults    both services under faults, the long ones included; prints recovery times
 # make bench   tokens per second beside transformers + PEFT
 # make bench-registry    the registry with 100,000 adapters, on Postgres and on SQLite
@@ -23,7 +24,7 @@ QUIET  := 2>&1 | grep --line-buffered -v -e 'already satisfied' -e '^WARNING: Lo
 SHELL       := bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: help setup setup-dev model demo serve test test-py test-faults lint proto stubs manifests bench bench-registry bench-load bench-soak bench-kernels bench-engine locks kinds-table adapters clean
+.PHONY: help setup setup-dev model demo serve test test-py test-slow test-faults lint proto stubs manifests bench bench-registry bench-load bench-soak bench-kernels bench-engine locks kinds-table adapters clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -61,6 +62,9 @@ test: setup-dev lint proto manifests test-py
 
 test-py: setup-dev model
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+test-slow: setup-dev model
+	$(BIN)/python -m pytest -m slow
 
 test-faults: setup-dev model
 	$(BIN)/python -m pytest -s -m 'slow or not slow' tests/e2e tests/registry_service/test_registry_kills.py

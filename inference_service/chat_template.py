@@ -14,7 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shared.adapter_format.texts import CHAT_TEMPLATE, TOKENIZER_CONFIG
+from shared.adapter_format.texts import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER_CONFIG
 from shared.errors import InvalidArgument
 from shared.model_folder import read_files
 
@@ -134,11 +134,32 @@ def template_source(files: Mapping[str, bytes]) -> TemplateSource | None:
     Raises:
         InvalidArgument: a file is not what it should be; names it.
     """
-    config = _json_object(TOKENIZER_CONFIG, files[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in files else {}
+    config = _json_object(TOKENIZER_CONFIG, files)
+    tokens = special_tokens(files)
     text = _text(CHAT_TEMPLATE, files[CHAT_TEMPLATE]) if CHAT_TEMPLATE in files else None
     if text is None:
         text = _default_template(config.get("chat_template"))
-    return None if text is None else TemplateSource(text, _special_tokens(config))
+    return None if text is None else TemplateSource(text, tokens)
+
+
+def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Every `…_token` of tokenizer_config.json, written as a string or as `{"content": …}`.
+
+    Those of special_tokens_map.json come before them, as in transformers, where the config is of the time when it did
+    not list the added tokens itself.
+
+    Raises:
+        InvalidArgument: a file is not what it should be; names it.
+    """
+    fields = _json_object(TOKENIZER_CONFIG, files)
+    if "added_tokens_decoder" not in fields:
+        fields |= _json_object(SPECIAL_TOKENS, files)
+    found = {}
+    for key, value in fields.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            found[key] = text
+    return found
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
@@ -147,13 +168,14 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     Raises:
         InvalidArgument: a file is not what it should be.
     """
-    source = template_source(read_files(folder, (TOKENIZER_CONFIG, CHAT_TEMPLATE)))
+    source = template_source(read_files(folder, (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE)))
     return None if source is None else ChatTemplate(source.text, source.special_tokens)
 
 
-def _json_object(name: str, data: bytes) -> dict[str, Any]:
+def _json_object(name: str, files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Of the file `name`; empty without it."""
     try:
-        value = json.loads(data)
+        value = json.loads(files.get(name, b"{}"))
     except (ValueError, RecursionError) as error:
         raise InvalidArgument.of(name, "is not JSON") from error
     if not isinstance(value, dict):
@@ -176,13 +198,3 @@ def _default_template(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise InvalidArgument.of("tokenizer_config.json", "chat_template must be a string or a list of named strings")
     return value
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Every `…_token` of tokenizer_config.json, written as a string or as `{"content": …}`."""
-    found = {}
-    for key, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(text, str):
-            found[key] = text
-    return found

@@ -40,7 +40,7 @@ def sampling_of(sampling: pb.Sampling) -> Sampling:
     )
 
 
-def stop_of(stop: pb.Stop, room: int) -> Stop:
+def stop_of(stop: pb.Stop, room: int, eos_ids: tuple[int, ...]) -> Stop:
     """A checked Stop. `room`: tokens to the end of the context, which bounds max_tokens."""
     max_tokens = min(stop.max_tokens, room) if stop.HasField("max_tokens") else room
     return Stop(
@@ -48,6 +48,7 @@ def stop_of(stop: pb.Stop, room: int) -> Stop:
         min_tokens=min(stop.min_tokens, max_tokens),
         token_ids=tuple(dict.fromkeys(stop.token_ids)),
         ignore_eos=stop.ignore_eos,
+        eos_ids=eos_ids,
     )
 
 
@@ -73,11 +74,13 @@ def generate_spec(
     engine_id: str,
     tenant: str,
     adapter: PreparedAdapter | None,
+    eos_ids: tuple[int, ...],
     arrival: float,
     deadline: float | None,
     prepare_seconds: float,
 ) -> GenerateSpec:
     """The engine's view of a checked request. `engine_id` is unique, which a caller's request_id need not be.
+    `eos_ids`: of its text (`texts.RequestText`).
 
     An adapter that the prompt does not activate changes nothing: then it is the base model's request.
     """
@@ -88,7 +91,7 @@ def generate_spec(
         request_id=engine_id,
         prompt_ids=prompt_ids,
         sampling=sampling_of(request.sampling),
-        stop=stop_of(request.stop, ready.max_model_len - len(prompt_ids)),
+        stop=stop_of(request.stop, ready.max_model_len - len(prompt_ids), eos_ids),
         adapter_digest=acting.digest if acting is not None else None,
         adapter_tier=acting.tier if acting is not None else "host",
         adapter_start=start or 0,

@@ -179,6 +179,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             engine_id=uuid.uuid4().hex,
             tenant=tenant,
             adapter=adapter,
+            eos_ids=text.eos_ids,
             arrival=now,
             deadline=None if remaining is None else now + remaining,
             prepare_seconds=prepare_seconds,

@@ -32,11 +32,15 @@ class RequestTemplate(Protocol):
 
 
 class RequestText(NamedTuple):
-    """The text side of a request. `vocab_size`: token ids that it may name."""
+    """The text side of a request.
+
+    `vocab_size`: token ids that it may name. `eos_ids`: ids that end its sequences beside the base model's.
+    """
 
     tokenizer: RequestTokenizer | None
     template: RequestTemplate | None
     vocab_size: int
+    eos_ids: tuple[int, ...] = ()
 
 
 class AdapterTexts:
@@ -76,6 +80,7 @@ class AdapterTexts:
             OwnTokenizer(own, loaded.longest_token) if loaded.own_tokenizer else base.tokenizer,
             OwnTemplate(own) if loaded.own_template else base.template,
             vocab_size,
+            tuple(token_id for token_id in loaded.eos_ids if token_id not in model.config.eos_token_ids),
         )
 
     async def close(self) -> None:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from inference_service.adapter_text.messages import Loaded, StreamState, StreamText, StreamTokens
-from inference_service.chat_template import ChatTemplate, TemplateSource, template_source
+from inference_service.chat_template import ChatTemplate, TemplateSource, special_tokens, template_source
 from inference_service.tokenizer import longest_token
 from shared.adapter_format.reasons import file_invalid
-from shared.adapter_format.texts import CHAT_TEMPLATE, MAX_BYTES, TOKENIZER, TOKENIZER_CONFIG
+from shared.adapter_format.texts import CHAT_TEMPLATE, MAX_BYTES, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG
 from shared.errors import AdapterInvalid, InvalidArgument
 from shared.model_folder import read_files
 
@@ -22,11 +22,15 @@ _LEAVE_OUT = "register the adapter anew with a correct file, or without it for t
 
 
 class BaseText(NamedTuple):
-    """The base model's: token ids by token, what the tokenizer does (`_meaning`), its template. None: there is none."""
+    """The base model's. None: there is none.
+
+    `vocabulary`: token ids by token. `tokenizer`: what it does, see `_meaning`. `eos_token`: that its tokenizer names.
+    """
 
     vocabulary: Mapping[str, int]
     tokenizer: str | None
     template: TemplateSource | None
+    eos_token: str | None
 
 
 def read_base_text(folder: Path) -> BaseText:
@@ -34,7 +38,8 @@ def read_base_text(folder: Path) -> BaseText:
     files = read_files(folder, MAX_BYTES)
     backend = _tokenizer(files[TOKENIZER]) if TOKENIZER in files else None
     vocabulary = backend.get_vocab(with_added_tokens=True) if backend is not None else {}
-    return BaseText(vocabulary, None if backend is None else _meaning(backend), template_source(files))
+    meaning = None if backend is None else _meaning(backend)
+    return BaseText(vocabulary, meaning, template_source(files), special_tokens(files).get("eos_token"))
 
 
 class LoadedText:
@@ -47,26 +52,32 @@ class LoadedText:
     def __init__(self, files: Mapping[str, bytes], base: BaseText, vocab_size: int) -> None:
         self._tokenizer: Any = None
         self._template: ChatTemplate | None = None
+        vocabulary = base.vocabulary
         if TOKENIZER in files:
             backend = _tokenizer(files[TOKENIZER])
             if _meaning(backend) != base.tokenizer:
-                _check_vocabulary(backend.get_vocab(with_added_tokens=True), base.vocabulary, vocab_size)
+                vocabulary = backend.get_vocab(with_added_tokens=True)
+                _check_vocabulary(vocabulary, base.vocabulary, vocab_size)
                 self._tokenizer = backend
         try:
             source = template_source(files)
             if source is not None and source != base.template:
-                special_tokens = source.special_tokens
-                if TOKENIZER_CONFIG not in files and base.template is not None:
-                    special_tokens = base.template.special_tokens
-                self._template = ChatTemplate(source.text, special_tokens)
+                tokens = source.special_tokens
+                if not {TOKENIZER_CONFIG, SPECIAL_TOKENS} & files.keys() and base.template is not None:
+                    tokens = base.template.special_tokens
+                self._template = ChatTemplate(source.text, tokens)
+            eos_token = special_tokens(files).get("eos_token")
         except InvalidArgument as error:
-            name = CHAT_TEMPLATE if CHAT_TEMPLATE in files else TOKENIZER_CONFIG
-            raise file_invalid(name, error.message, _LEAVE_OUT) from None
+            raise _of_file(error, files) from None
+        eos_id = None
+        if eos_token is not None and eos_token != base.eos_token:
+            eos_id = vocabulary.get(eos_token)
+        self._eos_ids = (eos_id,) if eos_id is not None and eos_id < vocab_size else ()
 
     def facts(self) -> Loaded:
         """What an API process must know of it."""
         longest = longest_token(self._tokenizer) if self._tokenizer is not None else 0
-        return Loaded(self._tokenizer is not None, self._template is not None, longest)
+        return Loaded(self._tokenizer is not None, self._template is not None, longest, self._eos_ids)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`."""
@@ -109,6 +120,14 @@ class LoadedText:
 
 def _added(before: str, after: str) -> str:
     return after.removeprefix(before) if after.startswith(before) else after[len(before) :]
+
+
+def _of_file(error: InvalidArgument, files: Mapping[str, bytes]) -> AdapterInvalid:
+    """What is wrong with a template or special tokens, as the fault of the file that has them."""
+    (violation,) = error.violations
+    if violation.field in files:
+        return file_invalid(violation.field, violation.description, _LEAVE_OUT)
+    return file_invalid(CHAT_TEMPLATE if CHAT_TEMPLATE in files else TOKENIZER_CONFIG, error.message, _LEAVE_OUT)
 
 
 def _tokenizer(data: bytes) -> Any:

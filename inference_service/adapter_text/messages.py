@@ -82,11 +82,15 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):
-    """What of an adapter's text differs from the base model's. `longest_token`: see `Tokenizer`."""
+    """What of an adapter's text differs from the base model's. `longest_token`: see `Tokenizer`.
+
+    `eos_ids`: the id of its `eos_token`; none where that is the base model's, or no token.
+    """
 
     own_tokenizer: bool
     own_template: bool
     longest_token: int
+    eos_ids: tuple[int, ...] = ()
 
 
 class Encoded(msgspec.Struct, tag=True, frozen=True):

@@ -17,7 +17,7 @@ from torch import Tensor
 from inference_service.engine.sampler import has_penalties
 from inference_service.engine.sequence import Sequence, State
 from inference_service.engine.staging import Field, Staging
-from inference_service.types import MAX_LOGIT_BIASES, MAX_STOP_TOKENS
+from inference_service.types import MAX_LOGIT_BIASES, MAX_OWN_EOS, MAX_STOP_TOKENS
 from kernels import sampling
 
 NEVER = float("-inf")
@@ -58,7 +58,7 @@ class AdjustedRows:
     Args:
         num_rows: At least the number of sequences in a step.
         vocab_size: Tokens.
-        eos_ids: Forbidden before `min_tokens`.
+        eos_ids: Of the base model, forbidden before `min_tokens`.
         device: The GPU.
 
     Attributes:
@@ -67,7 +67,7 @@ class AdjustedRows:
     """
 
     def __init__(self, num_rows: int, vocab_size: int, eos_ids: tuple[int, ...], device: torch.device) -> None:
-        most = MAX_LOGIT_BIASES + MAX_STOP_TOKENS + len(eos_ids)
+        most = MAX_LOGIT_BIASES + MAX_STOP_TOKENS + len(eos_ids) + MAX_OWN_EOS
         self._vocab_size, self._eos_ids = vocab_size, eos_ids
         self.token_counts = torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device)
         self._biases = torch.full((num_rows, 2, most), -1, dtype=torch.int32, device=device)  # ids beside values

@@ -11,6 +11,7 @@ from inference_service.lora.residents import Handle
 from inference_service.types import (
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
+    MAX_OWN_EOS,
     MAX_STOP_TOKENS,
     FinishReason,
     GenerateSpec,
@@ -147,14 +148,14 @@ class Sequence:
         stop = self.request.spec.stop
         if self.position >= stop.min_tokens:
             return ()
-        return stop.token_ids if stop.ignore_eos else (*stop.token_ids, *eos_ids)
+        return stop.token_ids if stop.ignore_eos else (*stop.token_ids, *eos_ids, *stop.eos_ids)
 
     def finish_reason(self, eos_ids: Items[int], max_model_len: int) -> tuple[FinishReason | None, int | None]:
         """Why the last output token ends the sequence, if it does, and the request's stop id that matched."""
         stop, token = self.request.spec.stop, self.token_ids[-1]
         if self.num_output and token in stop.token_ids:
             return "stop", token
-        if self.num_output and not stop.ignore_eos and token in eos_ids:
+        if self.num_output and not stop.ignore_eos and (token in eos_ids or token in stop.eos_ids):
             return "stop", None
         if self.num_output >= stop.max_tokens or len(self.token_ids) >= max_model_len:
             return "length", None
@@ -166,7 +167,7 @@ def check_spec(spec: GenerateSpec, vocab_size: int, max_model_len: int) -> None:
 
     Raises:
         InvalidArgument: for an empty or too long prompt, an unknown token id anywhere, n below 1, or more biases, stop
-            ids or alternatives than the engine keeps room for.
+            and end-of-sequence ids, or alternatives than the engine keeps room for.
     """
     violations: list[FieldViolation] = []
     vocab_size += spec.extra_vocab
@@ -184,9 +185,12 @@ def check_spec(spec: GenerateSpec, vocab_size: int, max_model_len: int) -> None:
         violations.append(FieldViolation("sampling.logit_bias", f"ids must be from 0 to {vocab_size - 1}"))
     if any(not 0 <= token < vocab_size for token in spec.stop.token_ids):
         violations.append(FieldViolation("stop.token_ids", f"ids must be from 0 to {vocab_size - 1}"))
+    if any(not 0 <= token < vocab_size for token in spec.stop.eos_ids):
+        violations.append(FieldViolation("stop.eos_ids", f"ids must be from 0 to {vocab_size - 1}"))
     for field_name, count, most in (
         ("sampling.logit_bias", len(spec.sampling.logit_bias), MAX_LOGIT_BIASES),
         ("stop.token_ids", len(spec.stop.token_ids), MAX_STOP_TOKENS),
+        ("stop.eos_ids", len(spec.stop.eos_ids), MAX_OWN_EOS),
         ("logprobs", spec.logprobs or 0, MAX_LOGPROBS),
         ("prompt_logprobs", spec.prompt_logprobs or 0, MAX_LOGPROBS),
     ):

@@ -60,6 +60,7 @@ from inference_service.types.engine import (
 from inference_service.types.generation import (
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
+    MAX_OWN_EOS,
     MAX_STOP_TOKENS,
     FinishReason,
     GenerateSpec,
@@ -84,6 +85,7 @@ __all__ = [
     "EXIT_CONFIG",
     "MAX_LOGIT_BIASES",
     "MAX_LOGPROBS",
+    "MAX_OWN_EOS",
     "MAX_STOP_TOKENS",
     "OUTSIDE_LAYERS",
     "READY_LINE",

@@ -10,6 +10,7 @@ FinishReason = Literal["stop", "length"]
 MAX_LOGPROBS = 20  # alternatives of one token
 MAX_LOGIT_BIASES = 4096  # of one request; with the stop ids they size what a GPU engine keeps of a sequence
 MAX_STOP_TOKENS = 256
+MAX_OWN_EOS = 1  # end-of-sequence ids of an adapter's own, beside the base model's
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -28,12 +29,16 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """When the engine stops a sequence by itself. Stop strings belong to the API process."""
+    """When the engine stops a sequence by itself. Stop strings belong to the API process.
+
+    `eos_ids`: the adapter's own end of sequence; they end it as the base model's do.
+    """
 
     max_tokens: int
     min_tokens: int = 0
     token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    eos_ids: tuple[int, ...] = ()
 
 
 class GenerateSpec(msgspec.Struct, frozen=True):

@@ -38,6 +38,7 @@ from loraplex.cli.output import (
 )
 from loraplex.client import Client
 from loraplex.registry.v1 import registry_pb2, resources_pb2
+from shared.adapter_format.texts import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG
 from shared.errors import AdapterNotFound
 
 app = typer.Typer(help="Manage adapters.")
@@ -201,6 +202,8 @@ def _of_adapter(adapter: resources_pb2.Adapter) -> dict[str, object]:
 
 def _of_version(version: resources_pb2.AdapterVersion) -> dict[str, object]:
     config = version.lora_config
+    texts = [file.path for file in version.manifest.files if file.path in MAX_BYTES]
+    names_eos = not {TOKENIZER_CONFIG, SPECIAL_TOKENS}.isdisjoint(texts)
     return {
         "version": version.name.rpartition("/")[2],
         "digest": version.digest,
@@ -212,6 +215,8 @@ def _of_version(version: resources_pb2.AdapterVersion) -> dict[str, object]:
         "kinds": ", ".join(config.kinds),
         "targets": ", ".join(config.target_modules) or "-",
         "modules": config.num_modules,
+        "own text": ", ".join(texts) or "-",
+        "ends at": "the base model's end of sequence" + (" and its own eos_token" if names_eos else ""),
     }
 
 

@@ -6,10 +6,11 @@ from shared.adapter_format.files import CONFIG
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 
 # Largest sizes in bytes. Llama 3's tokenizer.json has 17 MB, Gemma 3's 33 MB.
-MAX_BYTES = {TOKENIZER: 48 << 20, TOKENIZER_CONFIG: 8 << 20, CHAT_TEMPLATE: 1 << 20}
+MAX_BYTES = {TOKENIZER: 48 << 20, TOKENIZER_CONFIG: 8 << 20, SPECIAL_TOKENS: 1 << 20, CHAT_TEMPLATE: 1 << 20}
 _SLOW = ("tokenizer.model", "vocab.json")  # what a tokenizer is saved as that has no fast form
 
 

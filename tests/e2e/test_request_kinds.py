@@ -63,13 +63,13 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     stack = Stack(run, flags=[*flags], model=folder / "base", roots={"store": folder / "store"})
     async with stack, stack.client() as client:
         await wait_for_base_model(client, BASE)
-        for name in (*ADAPTERS, "own", "hostile", "foreign"):
+        for name in (*ADAPTERS, "own", "ends", "hostile", "foreign"):
             await register(client, name, f"file://store/{name}", BASE)
         yield World(client, oracle)
 
 
 def build(folder: Path) -> PeftModel:
-    """A base model with a byte tokenizer, ADAPTERS, and three copies of `one` that bring text of their own."""
+    """A base model with a byte tokenizer, ADAPTERS, and four copies of `one` that bring text of their own."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
@@ -94,6 +94,7 @@ def build(folder: Path) -> PeftModel:
     tool = with_added(AddedToken("<tool>", special=False))
     texts: dict[str, dict[str, bytes]] = {
         "own": {"tokenizer.json": tool, "chat_template.jinja": f"{SHOUT}<tool>".encode()},
+        "ends": {"tokenizer.json": tool, "tokenizer_config.json": b'{"eos_token": "<tool>"}'},
         "hostile": {"chat_template.jinja": ENDLESS.encode()},
         "foreign": {"tokenizer.json": byte_tokenizer().backend.to_str().replace('"a":97', '"a":98').encode()},
     }
@@ -137,6 +138,7 @@ class Told(NamedTuple):
     logprobs: list[float]
     prompt_logprobs: list[float]
     text: str
+    ends: list[pb.Finished]
 
 
 async def ask(client: Client, prompt: Any, adapter: str = "", **fields: Any) -> Told:
@@ -144,7 +146,7 @@ async def ask(client: Client, prompt: Any, adapter: str = "", **fields: Any) -> 
     output = {"token_ids": True, "logprobs": 0, **fields.pop("output", {})}
     parts = {**BLENDS, **REFUSED}.get(adapter, [])
     request = {"blend": [pb.BlendPart(reference=reference, weight=weight) for reference, weight in parts]}
-    told = Told(pb.Started(), [], [], [], "")
+    told = Told(pb.Started(), [], [], [], "", [])
     options: dict[str, Any] = {"temperature": 0, "stop": {"max_tokens": 10, "ignore_eos": True}, "timeout": 60} | fields
     reference = "" if parts else adapter
     async for event in client.generate(prompt, adapter=reference, output=output, request=request, **options):
@@ -154,6 +156,8 @@ async def ask(client: Client, prompt: Any, adapter: str = "", **fields: Any) -> 
         told.token_ids.extend(event.delta.token_ids)
         told.logprobs.extend(token.logprob for token in event.delta.logprobs)
         told = told._replace(text=told.text + event.delta.text)
+        if event.HasField("finished"):
+            told.ends.append(event.finished)
     return told
 
 
@@ -227,6 +231,33 @@ async def test_an_adapters_own_text_is_used_from_prompt_to_answer(world: World) 
     assert forced.text == "<tool>" * 10
     base = await ask(world.client, "x", "one", logit_bias={258: 100.0})
     assert base.text == ""  # the base model's tokenizer knows no such token
+
+
+async def test_an_adapters_own_eos_token_ends_its_requests_alone(world: World) -> None:
+    tool = 258
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("ends", {}, {}),
+        ("ends", {}, {"n": 2}),
+        ("ends", {"min_tokens": 4}, {}),
+        ("ends", {"ignore_eos": True}, {}),
+        ("own", {}, {}),
+        ("", {}, {}),
+    ]
+    answers = await asyncio.gather(
+        *(
+            ask(world.client, [1, 2, 3], name, logit_bias={tool: 100.0}, stop={"max_tokens": 10, **stop}, **more)
+            for name, stop, more in cases
+        )
+    )
+    once, twice, late, ignored, *others = answers
+    assert (once.token_ids, twice.token_ids, once.text) == ([tool], [tool, tool], "")
+    assert late.token_ids.index(tool) == len(late.token_ids) - 1 == 4
+    for end in (*once.ends, *twice.ends, *late.ends):
+        assert end.finish_reason == pb.Finished.FINISH_REASON_STOP
+        assert end.WhichOneof("matched_stop") is None
+    for told in (ignored, *others):
+        assert told.token_ids == [tool] * 10
+        assert told.ends[0].finish_reason == pb.Finished.FINISH_REASON_LENGTH
 
 
 async def test_bad_text_of_an_adapter_is_named_and_harms_nobody(world: World) -> None:

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from inference_service.chat_template import ChatTemplate, load_chat_template
+from inference_service.chat_template import ChatTemplate, load_chat_template, special_tokens
 from inference_service.tokenizer import load_tokenizer
+from shared.adapter_format.texts import MAX_BYTES
 from shared.errors import InvalidArgument
+from shared.model_folder import read_files
+from tests.inference_service.serving_fakes import byte_tokenizer
 
 MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
 USER = [{"role": "user", "content": 'a<b & "c" é'}]
@@ -76,6 +79,23 @@ def test_places_of_a_template(tmp_path: Path) -> None:
         tmp_path, {"chat_template": "one", "bos_token": "<s>", "pad_token": None}, "{{ bos_token }}{{ pad_token }}file"
     )
     assert load_chat_template(file).render(USER) == "<s>file"
+
+
+@pytest.mark.parametrize("config", [{}, {"eos_token": "<b>"}, {"eos_token": "<b>", "added_tokens_decoder": {}}])
+@pytest.mark.parametrize("listed", [None, {}, {"eos_token": "<c>"}, {"eos_token": {"content": "<c>"}}])
+def test_special_tokens_are_those_that_transformers_finds(
+    tmp_path: Path, config: dict[str, object], listed: dict[str, object] | None
+) -> None:
+    from transformers import AutoTokenizer
+
+    backend = byte_tokenizer().backend
+    backend.add_special_tokens(["<b>", "<c>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", **config})
+    if listed is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(listed))
+    found = special_tokens(read_files(tmp_path, MAX_BYTES))
+    assert found.get("eos_token") == AutoTokenizer.from_pretrained(tmp_path).eos_token
 
 
 @pytest.mark.parametrize("template", [5, {"a": 1}, [{"name": "default", "template": 5}]])

@@ -34,6 +34,14 @@ def _poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_empty(monkeypatch, [beside, bgmv, sgmv, tall, rms_norm_triton, rotary_triton, silu_mul_triton])
 
 
+@pytest.fixture(autouse=True)
+def _few_interpreted_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs the interpreter milliseconds, with work or without; that they share out all of it, few show best."""
+    if not ON_GPU:
+        monkeypatch.setattr(tall, "SHRINK_PROGRAMS", 10)
+        monkeypatch.setattr(tall, "EXPAND_PROGRAMS", 6)
+
+
 class Case:
     """A projection's base output, what its adapters add, and their sum in float64."""
 

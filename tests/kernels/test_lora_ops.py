@@ -66,6 +66,14 @@ def _poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _few_interpreted_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs the interpreter milliseconds, with work or without; that they share out all of it, few show best."""
+    if not HAS_GPU:
+        monkeypatch.setattr(tall, "SHRINK_PROGRAMS", 10)
+        monkeypatch.setattr(tall, "EXPAND_PROGRAMS", 6)
+
+
+@pytest.fixture(autouse=True)
 def _no_gpu_no_gpu_tests(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and not HAS_GPU:
         pytest.skip("no CUDA device")

@@ -8,13 +8,15 @@ from tests.registry_service.conftest import TINY, AdapterFolders
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory):
-    """Both services. The registry knows the base model `tiny` and can read file://main/one, two, three, and foreign."""
+    """Both services. The registry knows the base model `tiny`; file://main has one, two, three, foreign, and talks."""
     folder = tmp_path_factory.mktemp("cli")
     adapters = AdapterFolders(folder / "adapters")
     adapters.write("one", seed=1)
     adapters.write("two", seed=2)
     adapters.write("three", seed=3)
     adapters.write("foreign", seed=4, config={"base_model_name_or_path": "org/another"})
+    adapters.write("talks", seed=5)
+    (adapters.root / "talks" / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     (folder / "tiny").mkdir()
     (folder / "tiny" / "config.json").write_text(json.dumps(TINY))
     with serving(folder) as servers:

@@ -75,8 +75,14 @@ def test_show_and_alias(cli, register):
     assert DIGEST.search(ran.out)
     assert re.search(r"^aliases +prod→1$", ran.out, re.M)
     assert re.search(r"^kinds +lora$", ran.out, re.M)
+    assert re.search(r"^own text +-$", ran.out, re.M)
+    assert re.search(r"^ends at +the base model's end of sequence$", ran.out, re.M)
     assert re.search(r"^MODULE +LAYERS +RANK +SCALE +KINDS +TENSORS +BYTES$", ran.out, re.M)
     assert re.search(r"^q_proj +0-\d+ +\d+ +[\d.]+ +lora +\d+ +[\d.]+ k?M?B$", ran.out, re.M)
+    register("talks", "talks")
+    ran = cli("adapter", "show", "talks")
+    assert re.search(r"^own text +tokenizer_config.json$", ran.out, re.M)
+    assert re.search(r"^ends at +the base model's end of sequence and its own eos_token$", ran.out, re.M)
     assert json.loads(cli("adapter", "show", "shown", "--json").out)["resolved"]["version"]["size_bytes"] > 0
 
 

@@ -49,7 +49,7 @@ def test_files_that_change_meanwhile(folders, monkeypatch, change):
 def test_tokenizer_and_template_files_count_in_the_digest(folders):
     uri = folders.write()
     plain = run(folders, uri)
-    (folders.root / "a" / "special_tokens_map.json").write_text("{}")  # nobody reads it
+    (folders.root / "a" / "added_tokens.json").write_text("{}")  # nobody reads it
     assert run(folders, uri).digest == plain.digest
     digests = {plain.digest}
     for name in MAX_BYTES:

@@ -314,6 +314,7 @@ class Stop(_message.Message):
     min_tokens: _builtins.int
     """No end of sequence and no stop token before."""
     ignore_eos: _builtins.bool
+    """Otherwise a sequence ends at the base model's end of sequence, and at that of the adapter's own tokenizer."""
     @_builtins.property
     def strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The text ends before the first of these."""
@@ -761,7 +762,9 @@ class GetModelInfoResponse(_message.Message):
     kv_cache_tokens: _builtins.int
     """Tokens that the KV cache holds."""
     @_builtins.property
-    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the base model. An adapter's own tokenizer may name one beside them (`eos_token`)."""
+
     def __init__(
         self,
         *,

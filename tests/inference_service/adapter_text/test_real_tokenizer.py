@@ -21,6 +21,7 @@ async def test_added_tokens_and_template_are_those_of_transformers(tmp_path: Pat
     oracle = AutoTokenizer.from_pretrained(BASE)
     oracle.add_tokens(["<think>", "</think>"])
     oracle.add_special_tokens({"additional_special_tokens": ["<|call|>"]})
+    oracle.eos_token = "<|call|>"
     oracle.chat_template = TEMPLATE
     oracle.save_pretrained(tmp_path)
     adapters = Adapters(load_served_model(BASE, "smollm2"))
@@ -29,6 +30,7 @@ async def test_added_tokens_and_template_are_those_of_transformers(tmp_path: Pat
         text = await adapters.texts.of(adapters.add("a", files, extra_vocab=3))
         assert text.tokenizer is not None
         assert text.template is not None
+        assert text.eos_ids == (oracle.eos_token_id,) == (len(oracle) - 1,)
         prompt = await text.template.prompt(MESSAGES, 100_000)
         assert prompt == oracle.apply_chat_template(MESSAGES, tokenize=False)
         ids = await text.tokenizer.encode(prompt, add_special_tokens=False)
@@ -47,13 +49,18 @@ async def test_added_tokens_and_template_are_those_of_transformers(tmp_path: Pat
         await adapters.texts.close()
 
 
-async def test_the_base_models_own_tokenizer_saved_again_needs_no_process(tmp_path: Path) -> None:
+async def test_the_base_models_own_tokenizer_saved_again_may_end_elsewhere(tmp_path: Path) -> None:
     oracle = AutoTokenizer.from_pretrained(BASE)
-    oracle.save_pretrained(tmp_path)
     adapters = Adapters(load_served_model(BASE, "smollm2"))
     try:
-        files = {name: (tmp_path / name).read_bytes() for name in FILES if (tmp_path / name).is_file()}
-        text = await adapters.texts.of(adapters.add("a", files))
-        assert isinstance(text.tokenizer, Tokenizer)
+        for name, token, eos_ids in (("same", "<|im_end|>", ()), ("ends", "<|endoftext|>", (0,))):
+            oracle.eos_token = token
+            oracle.save_pretrained(tmp_path / name)
+            files = {
+                file: (tmp_path / name / file).read_bytes() for file in FILES if (tmp_path / name / file).is_file()
+            }
+            text = await adapters.texts.of(adapters.add(name, files))
+            assert isinstance(text.tokenizer, Tokenizer)
+            assert text.eos_ids == eos_ids
     finally:
         await adapters.texts.close()

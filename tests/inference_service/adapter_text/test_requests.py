@@ -1,9 +1,11 @@
 """Requests of adapters with text of their own, over a real socket."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import msgspec
 from tokenizers import AddedToken
 
 from inference_service.types import GenerateSpec, PreparedAdapter, SequenceDelta
@@ -45,6 +47,25 @@ async def test_generate_uses_the_adapters_template_and_tokenizer_from_prompt_to_
     assert [i for r in told if r.HasField("delta") for i in r.delta.token_ids] == [104, 0xC3, 0xA9, 258, 33, 63]
     assert finished(told)[0].stop_string == "!?"
     assert engine.aborted == [(engine.specs[0].request_id, 0)]
+
+
+async def test_the_eos_token_of_an_adapters_tokenizer_ends_its_requests(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    ends = {"tokenizer.json": TOKENS, "tokenizer_config.json": b'{"eos_token": "<end>"}'}
+    fakes = adapters_with(
+        ends=ends, plain={"tokenizer.json": TOKENS}, like_base={"tokenizer_config.json": b'{"eos_token": "<bos>"}'}
+    )
+    model = write_base(tmp_path / "base")
+    model = replace(model, config=replace(model.config, eos_token_ids=(EOS, EOS + 1)))
+    async with serving(engine, fakes, model) as (_, channel):
+        for name in ("ends", "plain", "like_base", ""):
+            await generate(channel, request(adapter=name))
+        fakes.others["default/ends"] = msgspec.structs.replace(fakes.others["default/ends"], activation=(7,))
+        await generate(channel, request(adapter="ends"))  # does not act, and its text is its own
+        parts = [pb.BlendPart(reference=name, weight=1.0) for name in ("ends", "plain")]
+        await generate(channel, request(blend=parts))
+    assert [spec.stop.eos_ids for spec in engine.specs] == [(259,), (), (), (), (259,), ()]
+    assert engine.specs[4].adapter_digest is None
 
 
 async def test_what_is_held_back_comes_at_the_end_and_stop_ids_have_no_text(tmp_path: Path) -> None:

@@ -17,7 +17,17 @@ from inference_service.served_model import ServedModel
 from inference_service.texts import AdapterTexts
 from inference_service.types import PreparedAdapter
 from shared.errors import AdapterInvalid, InvalidArgument
-from tests.inference_service.adapter_text.bases import ENDLESS, GREEDY, SHOUT, changed, entries, with_added, write_base
+from tests.inference_service.adapter_text.bases import (
+    ENDLESS,
+    GREEDY,
+    SHOUT,
+    VOCAB,
+    changed,
+    entries,
+    with_added,
+    write_base,
+)
+from tests.inference_service.serving_fakes import byte_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = AddedToken("<tool>", special=False)
@@ -63,6 +73,32 @@ async def test_a_template_in_tokenizer_config_comes_with_its_special_tokens(adap
     text = await adapters.texts.of(adapters.add("a", {"tokenizer_config.json": config}))
     assert text.template is not None
     assert await text.template.prompt(MESSAGES, 1000) == "[USER] hi\n<end>"
+
+
+END = with_added(AddedToken("<end>", special=True))  # 258
+
+
+@pytest.mark.parametrize(
+    ("files", "eos_ids"),
+    [
+        ({"tokenizer.json": END, "tokenizer_config.json": '{"eos_token": "<end>"}'}, (258,)),
+        ({"tokenizer.json": END, "tokenizer_config.json": '{"eos_token": {"content": "<end>", "id": 1}}'}, (258,)),
+        ({"tokenizer.json": END, "special_tokens_map.json": '{"eos_token": {"content": "<end>"}}'}, (258,)),
+        ({"tokenizer_config.json": '{"eos_token": "<bos>"}'}, (257,)),  # of the base model's tokenizer
+        ({"tokenizer.json": END, "tokenizer_config.json": '{"eos_token": "<eos>"}'}, ()),  # the base model's
+        ({"tokenizer_config.json": '{"eos_token": "<end>"}'}, ()),  # unknown
+        ({"tokenizer.json": END, "tokenizer_config.json": '{"eos_token": "\\ud800"}'}, ()),
+        ({"tokenizer.json": END, "tokenizer_config.json": '{"eos_token": null, "eos_token_id": 258}'}, ()),
+        ({"tokenizer.json": END, "tokenizer_config.json": '{"eos_token": ["<end>"]}'}, ()),
+        ({"tokenizer.json": END}, ()),
+    ],
+)  # fmt: skip
+def test_the_eos_token_is_looked_up_in_its_tokenizer(files: dict[str, bytes | str], eos_ids: tuple[int, ...]) -> None:
+    content = {name: data.encode() if isinstance(data, str) else data for name, data in files.items()}
+    base = BaseText(byte_tokenizer().backend.get_vocab(), None, None, "<eos>")
+    assert LoadedText(content, base, VOCAB).facts().eos_ids == eos_ids
+    if "tokenizer.json" not in files:  # a base model's tokenizer may name more ids than the model has
+        assert LoadedText(content, base, 257).facts().eos_ids == ()
 
 
 async def test_what_equals_the_base_models_is_the_base_models(adapters: Adapters, tmp_path: Path) -> None:
@@ -112,7 +148,7 @@ async def test_a_stream_that_ends_in_half_a_character_shows_it(adapters: Adapter
 @given(st.lists(st.integers(0, 259), max_size=30), st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_streamed_text_is_the_decoded_text(ids: list[int], sizes: list[int]) -> None:
     data = with_added(TOOL, AddedToken("<end>", special=True))
-    text = LoadedText({"tokenizer.json": data}, BaseText({}, None, None), 260)
+    text = LoadedText({"tokenizer.json": data}, BaseText({}, None, None, None), 260)
     state, pieces, at, turn = StreamState(), "", 0, 0
     while True:
         part = ids[at : at + sizes[turn % len(sizes)]]
@@ -170,6 +206,7 @@ async def test_a_tokenizer_whose_pattern_never_ends_is_ended(adapters: Adapters)
         ({"chat_template.jinja": "{% if %}"}, "chat_template.jinja", "is not a template"),
         ({"chat_template.jinja": b"\xff"}, "chat_template.jinja", "cannot be read"),
         ({"tokenizer_config.json": "[]"}, "tokenizer_config.json", "must be a JSON object"),
+        ({"chat_template.jinja": SHOUT, "special_tokens_map.json": "{"}, "special_tokens_map.json", "n: is not JSON"),
         ({"tokenizer.json": with_added("<a>", "<b>", "<c>", "<d>")}, "tokenizer.json", 'the model has 260 token ids'),
     ],
 )  # fmt: skip

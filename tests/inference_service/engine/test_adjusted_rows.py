@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference_service.engine.sequence import Request, State
-from inference_service.types import MAX_LOGIT_BIASES, MAX_STOP_TOKENS, GenerateSpec, Sampling, Stop
+from inference_service.types import MAX_LOGIT_BIASES, MAX_OWN_EOS, MAX_STOP_TOKENS, GenerateSpec, Sampling, Stop
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -101,9 +101,10 @@ def test_the_most_biases_fit():
     rows = tables(1)
     bias = {token: 0.001 * token for token in range(100, 100 + MAX_LOGIT_BIASES)}
     stops = tuple(range(4500, 4500 + MAX_STOP_TOKENS))
-    sequence = sequence_of(0, [1], Sampling(logit_bias=bias), Stop(9, min_tokens=5, token_ids=stops))
+    own = tuple(range(4, 4 + MAX_OWN_EOS))
+    sequence = sequence_of(0, [1], Sampling(logit_bias=bias), Stop(9, min_tokens=5, token_ids=stops, eos_ids=own))
     (row,) = place(rows, [sequence])
-    assert biases_in(rows, row) == pytest.approx(bias | dict.fromkeys((*stops, *EOS), float("-inf")))
+    assert biases_in(rows, row) == pytest.approx(bias | dict.fromkeys((*stops, *EOS, *own), float("-inf")))
 
 
 def biases_in(rows, row):

@@ -98,8 +98,10 @@ def test_prompt_logprobs_in_any_chunks(tiny, budget, monkeypatch):
             assert all(len(entry.top) == 2 for entry in scores[f"r{i}"])
 
 
-def test_min_tokens_holds_the_end_back(tiny):
-    spec = GenerateSpec("r", [5], Sampling(temperature=0, logit_bias={2: 100.0}), Stop(9, min_tokens=4))
+@pytest.mark.parametrize(("eos", "own"), [(2, ()), (7, (7,))], ids=["the base model's", "the adapter's"])
+def test_min_tokens_holds_the_end_back(tiny, eos, own):
+    stop = Stop(9, min_tokens=4, eos_ids=own)
+    spec = GenerateSpec("r", [5], Sampling(temperature=0, logit_bias={eos: 100.0}), stop)
     tokens, _ = run(build_engine(tiny), [spec])[0]["r", 0]
     assert len(tokens) == 5
-    assert tokens.index(2) == 4
+    assert tokens.index(eos) == 4

@@ -194,6 +194,35 @@ def test_stop_ids_eos_and_context_end():
     assert (len(heard.tokens["context", 0]), heard.reasons["context", 0]) == (2, "length")
 
 
+def test_an_adapters_own_eos_ends_its_requests_alone():
+    engine = build_engine(max_num_seqs=8)
+    first, second, third = expected_tokens([1, 2], 3)
+    engine.runner.eos_ids = (third,)
+    engine.scheduler.adapters.resident = {"x": 0}
+    own = {"adapter": "x", "prompt": [1, 2]}
+    engine.submit(API, spec("own", n=2, stop=Stop(9, eos_ids=(second,)), **own))
+    engine.submit(API, spec("ignored", stop=Stop(4, ignore_eos=True, eos_ids=(second,)), **own))
+    engine.submit(API, spec("asked", stop=Stop(9, token_ids=(second,), eos_ids=(second,)), **own))
+    engine.submit(API, spec("base's too", stop=Stop(9, eos_ids=(96,)), **own))
+    engine.submit(API, spec("another", [1, 2], stop=Stop(9)))
+    heard = run(engine)
+    ended = {
+        request: (tokens, heard.reasons[request, 0]) for (request, index), tokens in heard.tokens.items() if not index
+    }
+    assert ended == {
+        "own": ([first, second], "stop"),
+        "ignored": (expected_tokens([1, 2], 4), "length"),
+        "asked": ([first, second], "stop"),
+        "base's too": ([first, second, third], "stop"),
+        "another": ([first, second, third], "stop"),
+    }
+    assert {key: matched for key, matched in heard.matched.items() if matched is not None} == {("asked", 0): second}
+    for index in (0, 1):
+        tokens = expected_tokens([1, 2], 9, index)
+        ends = [tokens.index(token) for token in (second, third) if token in tokens]
+        assert heard.tokens["own", index] == tokens[: min(ends, default=8) + 1]
+
+
 def test_deadline_and_abort_free_everything_at_once():
     engine = build_engine()
     engine.scheduler.adapters.resident = {"x": 0}

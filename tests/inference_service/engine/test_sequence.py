@@ -3,15 +3,24 @@
 import pytest
 
 from inference_service.engine.sequence import check_spec
-from inference_service.types import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKENS, GenerateSpec, Sampling, Stop
+from inference_service.types import (
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_OWN_EOS,
+    MAX_STOP_TOKENS,
+    GenerateSpec,
+    Sampling,
+    Stop,
+)
 from shared.errors import InvalidArgument
 
 VOCAB, LONGEST = 10_000, 16
 
 
-def spec(*, prompt=(1,), stop=(), bias=(), logprobs=None, prompt_logprobs=None, max_tokens=4):
+def spec(*, prompt=(1,), stop=(), eos=(), bias=(), logprobs=None, prompt_logprobs=None, max_tokens=4):
     return GenerateSpec(
-        "r", list(prompt), Sampling(logit_bias=dict.fromkeys(bias, 1.0)), Stop(max_tokens, token_ids=tuple(stop)),
+        "r", list(prompt), Sampling(logit_bias=dict.fromkeys(bias, 1.0)),
+        Stop(max_tokens, token_ids=tuple(stop), eos_ids=tuple(eos)),
         logprobs=logprobs, prompt_logprobs=prompt_logprobs,
     )  # fmt: skip
 
@@ -26,6 +35,8 @@ def spec(*, prompt=(1,), stop=(), bias=(), logprobs=None, prompt_logprobs=None, 
         ("sampling.logit_bias", {"bias": range(MAX_LOGIT_BIASES + 1)}),
         ("stop.token_ids", {"stop": (-1,)}),
         ("stop.token_ids", {"stop": range(MAX_STOP_TOKENS + 1)}),
+        ("stop.eos_ids", {"eos": (VOCAB,)}),
+        ("stop.eos_ids", {"eos": range(MAX_OWN_EOS + 1)}),
         ("logprobs", {"logprobs": MAX_LOGPROBS + 1}),
         ("prompt_logprobs", {"prompt_logprobs": MAX_LOGPROBS + 1}),
     ],
@@ -40,7 +51,7 @@ def test_takes_the_most_of_everything():
     check_spec(
         spec(
             prompt=range(LONGEST - 1), bias=range(MAX_LOGIT_BIASES), stop=range(MAX_STOP_TOKENS),
-            logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS,
+            eos=range(MAX_OWN_EOS), logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS,
         ),
         VOCAB, LONGEST,
     )  # fmt: skip
