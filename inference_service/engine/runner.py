@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 import torch
+from torch.nn.functional import pad
 
 from inference_service.engine.batch import gather
 from inference_service.engine.blocks import ChainSeed
@@ -208,15 +209,15 @@ class ModelRunner:
     ) -> list[TokenLogprobs]:
         """Logprobs of `targets`, one per row, in pieces whose logits are bounded."""
         piece = max(LOGIT_BYTES // (4 * self.vocab_size), 1)
-        return [
-            entry
-            for start in range(0, len(targets), piece)
-            for entry in token_logprobs(
-                self.decoder.logits(hidden[start : start + piece], part_of(lora, start, start + piece)),
-                targets[start : start + piece],
-                num_top,
-            )
-        ]
+        entries: list[TokenLogprobs] = []
+        for start in range(0, len(targets), piece):
+            part = targets[start : start + piece]
+            logits = self.decoder.logits(hidden[start : start + piece], part_of(lora, start, start + piece))
+            missing = max(part) + 1 - logits.shape[1]
+            if missing > 0:  # rows of the base model, before an adapter is activated by a token that it adds
+                logits = pad(logits, (0, missing), value=float("-inf"))
+            entries += token_logprobs(logits, part, num_top)
+        return entries
 
 
 def part_of(lora: object | None, start: int, end: int) -> LoraBatch | None:

@@ -166,10 +166,12 @@ def check_spec(spec: GenerateSpec, vocab_size: int, max_model_len: int) -> None:
     """Refuse what the engine cannot compute. Ranges of sampling parameters are the API process's to check.
 
     Raises:
-        InvalidArgument: for an empty or too long prompt, an unknown token id anywhere, n below 1, or more biases, stop
-            and end-of-sequence ids, or alternatives than the engine keeps room for.
+        InvalidArgument: for an empty or too long prompt, an unknown token id anywhere (before an adapter is activated,
+            those that it adds are), n below 1, or more biases, stop and end-of-sequence ids, or alternatives than the
+            engine keeps room for.
     """
     violations: list[FieldViolation] = []
+    known_before = vocab_size
     vocab_size += spec.extra_vocab
     longest = max_model_len - (1 if spec.stop.max_tokens else 0)
     if not spec.prompt_ids:
@@ -179,6 +181,9 @@ def check_spec(spec: GenerateSpec, vocab_size: int, max_model_len: int) -> None:
         violations.append(FieldViolation("prompt", text))
     elif min(spec.prompt_ids) < 0 or max(spec.prompt_ids) >= vocab_size:
         violations.append(FieldViolation("prompt.token_ids", f"ids must be from 0 to {vocab_size - 1}"))
+    elif max(spec.prompt_ids[: spec.adapter_start], default=0) >= known_before:
+        text = f"ids up to position {spec.adapter_start}, where the adapter is activated, must be below {known_before}"
+        violations.append(FieldViolation("prompt.token_ids", text))
     if spec.sampling.n < 1:
         violations.append(FieldViolation("sampling.n", "must be at least 1"))
     if any(not 0 <= token < vocab_size for token in spec.sampling.logit_bias):

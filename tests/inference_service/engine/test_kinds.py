@@ -81,6 +81,23 @@ def test_all_kinds_in_one_batch(world: World, budget: int, num_seqs: int) -> Non
             assert [e.logprob for e in scores[spec.request_id]] == pytest.approx(expected, abs=TOLERANCE)
 
 
+def test_an_adapter_may_be_activated_by_a_token_that_it_adds(world: World) -> None:
+    """The base model's row before it gives that token no probability, also where the step has no row of the adapter."""
+    digest = next(digest for digest, added in world.extra_vocab.items() if added)
+    prompt = [7, 9, 11, VOCAB, 13, 15]
+    spec = GenerateSpec(
+        "r", prompt, Sampling(temperature=0.0), Stop(2, ignore_eos=True), digest, prompt_logprobs=2,
+        extra_vocab=world.extra_vocab[digest], adapter_start=3,
+    )  # fmt: skip
+    told = []
+    for budget in (64, 3):
+        answers, scores = run(build_engine(world, budget=budget, num_seqs=2, adapter_bytes=1 << 20), [spec])
+        assert len(answers["r", 0][0]) == 2
+        told.append([entry.logprob for entry in scores["r"]])
+    assert told[0] == pytest.approx(told[1], abs=TOLERANCE)
+    assert told[0][2] == float("-inf")
+
+
 def test_every_adapter_changes_the_answer(world: World) -> None:
     base = oracle_logits(world, [5, 17, 90], None)
     for digest in world.acquired:

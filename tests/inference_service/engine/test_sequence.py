@@ -17,11 +17,11 @@ from shared.errors import InvalidArgument
 VOCAB, LONGEST = 10_000, 16
 
 
-def spec(*, prompt=(1,), stop=(), eos=(), bias=(), logprobs=None, prompt_logprobs=None, max_tokens=4):
+def spec(*, prompt=(1,), stop=(), eos=(), bias=(), logprobs=None, prompt_logprobs=None, max_tokens=4, added=0, start=0):
     return GenerateSpec(
         "r", list(prompt), Sampling(logit_bias=dict.fromkeys(bias, 1.0)),
         Stop(max_tokens, token_ids=tuple(stop), eos_ids=tuple(eos)),
-        logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+        logprobs=logprobs, prompt_logprobs=prompt_logprobs, extra_vocab=added, adapter_start=start,
     )  # fmt: skip
 
 
@@ -31,6 +31,8 @@ def spec(*, prompt=(1,), stop=(), eos=(), bias=(), logprobs=None, prompt_logprob
         ("prompt", {"prompt": ()}),
         ("prompt", {"prompt": range(LONGEST)}),
         ("prompt.token_ids", {"prompt": (VOCAB,)}),
+        ("prompt.token_ids", {"prompt": (VOCAB + 1,), "added": 1}),
+        ("prompt.token_ids", {"prompt": (1, VOCAB, 1, VOCAB), "added": 1, "start": 3}),
         ("sampling.logit_bias", {"bias": (VOCAB,)}),
         ("sampling.logit_bias", {"bias": range(MAX_LOGIT_BIASES + 1)}),
         ("stop.token_ids", {"stop": (-1,)}),
@@ -56,3 +58,5 @@ def test_takes_the_most_of_everything():
         VOCAB, LONGEST,
     )  # fmt: skip
     check_spec(spec(prompt=range(LONGEST), max_tokens=0), VOCAB, LONGEST)
+    check_spec(spec(prompt=(VOCAB, 1, VOCAB), added=1), VOCAB, LONGEST)
+    check_spec(spec(prompt=(1, 1, 1, VOCAB), added=1, start=3), VOCAB, LONGEST)
