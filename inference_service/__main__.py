@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from inference_service.adapters.host_arena import create_host_arena
+from inference_service.child import Outlets
 from inference_service.config import ENV_PREFIX, InferenceConfig, parse_size
 from inference_service.launch import addresses, child_specs, find_base_model
 from inference_service.machine_checks import check_machine
@@ -26,6 +27,8 @@ from shared.metrics import MetricsServer
 
 logger = logging.getLogger(__name__)
 
+_SERVICE = "inference-supervisor"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a replica until SIGTERM or SIGINT; the exit code. What prevents a start is one line on standard error."""
@@ -33,26 +36,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         flag_parser(InferenceConfig, "loraplex serve", "Serve one base model and its adapters.").parse_args(argv)
     )
     toml = flags.pop("config")
-    try:
-        config = load(InferenceConfig, toml=toml, env=os.environ, prefix=ENV_PREFIX, flags=flags)
-        log.setup("inference-supervisor", config.log_level)
-        check_ports(config)
-        return run(config)
-    except (ConfigError, InvalidArgument) as error:
-        return _report(startup_error(error, InferenceConfig), EXIT_CONFIG)
-    except LoraplexError as error:
-        return _report(startup_error(error, InferenceConfig), 1)
+    with log.open_lines(_SERVICE, 1) as output, log.open_lines(_SERVICE, 2) as errors:
+        try:
+            config = load(InferenceConfig, toml=toml, env=os.environ, prefix=ENV_PREFIX, flags=flags)
+            log.setup(_SERVICE, config.log_level, errors)
+            check_ports(config)
+            code, failure = run(config, Outlets(output, errors))
+        except (ConfigError, InvalidArgument) as error:
+            code, failure = EXIT_CONFIG, startup_error(error, InferenceConfig)
+        except LoraplexError as error:
+            code, failure = 1, startup_error(error, InferenceConfig)
+        if failure:
+            errors.write(f"{failure}\n")
+    return code
 
 
-def run(config: InferenceConfig) -> int:
-    """Start the processes and keep them running. Raises LoraplexError if the model cannot be served."""
+def run(config: InferenceConfig, outlets: Outlets) -> tuple[int, str]:
+    """Start the processes and keep them running; the exit code, and the line that says why if it is a failure.
+
+    Raises:
+        LoraplexError: the model cannot be served.
+    """
     base = find_base_model(config)
     check_machine(config, base.device)
     host_arena = _host_arena(config)
     with run_folder() as folder, _metrics(config, base.model_id, folder) as feed:
-        supervisor = Supervisor(child_specs(config, base, folder, host_arena), observer=feed)
+        supervisor = Supervisor(child_specs(config, base, folder, host_arena), outlets, observer=feed)
         code = asyncio.run(supervisor.run())
-    return code if supervisor.failure is None else _report(f"error: {supervisor.failure}", code)
+    return code, "" if supervisor.failure is None else f"error: {supervisor.failure}"
 
 
 @contextmanager
@@ -82,11 +93,6 @@ def check_ports(config: InferenceConfig) -> None:
     if config.api_processes > 1 and config.listen.endswith(":0"):
         raise InvalidArgument.of("listen", "port 0 needs --api-processes 1: each process would get another port")
     check_listen(config.listen, reuse_port=config.api_processes > 1)
-
-
-def _report(line: str, code: int) -> int:
-    print(line, file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

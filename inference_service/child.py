@@ -1,16 +1,20 @@
-"""A process that the supervisor starts: its start line, its events, its last words."""
+"""A process that the supervisor starts: its start line, its events, its output, its last words."""
 
 import asyncio
 import contextlib
 import json
+import logging
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 from inference_service.types import READY_LINE, REPORT_PREFIX
 from shared.errors import LoraplexError
+from shared.line_writer import LineWriter
+
+log = logging.getLogger(__name__)
 
 _ERROR = "error: "
 _MAX_LINE_BYTES = 1 << 20
@@ -40,15 +44,24 @@ class ChildSpec(NamedTuple):
     environment: Mapping[str, str] = MappingProxyType({})
 
 
+class Outlets(NamedTuple):
+    """Where the standard output and the standard error of processes go. Neither is ever waited for."""
+
+    output: LineWriter
+    error: LineWriter
+
+
 class Child:
     """One process at a time of one spec. Its standard input stays open as long as the supervisor lives.
 
+    Its output is read as long as it lives, so that it never waits for a pipe, whatever becomes of `outlets`.
     `on_report`: takes what it reports (`REPORT_PREFIX`). `is_ready`: it has said that its start is over.
     `last_words`: what its last line of standard error tells.
     """
 
-    def __init__(self, spec: ChildSpec, on_report: Callable[[str], None] | None = None) -> None:
+    def __init__(self, spec: ChildSpec, outlets: Outlets, on_report: Callable[[str], None] | None = None) -> None:
         self.spec = spec
+        self._outlets = outlets
         self._on_report = on_report
         self.is_ready = False
         self.last_words = ""
@@ -73,6 +86,8 @@ class Child:
         assert process.stderr is not None
         streams = ((process.stdout, self._hear_output), (process.stderr, self._hear_error))
         self._relays = [asyncio.create_task(_for_each_line(*each)) for each in streams]
+        for relay in self._relays:
+            relay.add_done_callback(partial(self._on_relay_end, process))
         self._write((self.spec.restart if is_restart else self.spec.start) + b"\n")
 
     async def wait(self) -> int:
@@ -84,7 +99,7 @@ class Child:
         """Returns when all it wrote is relayed, so that `is_ready` and `last_words` are known."""
         with contextlib.suppress(TimeoutError):  # a grandchild may hold the pipes open
             async with asyncio.timeout(1.0):  # `wait_for` loses a cancellation that comes as they end
-                await asyncio.gather(*self._relays)
+                await asyncio.gather(*self._relays, return_exceptions=True)
 
     def tell(self, event: str) -> None:
         """Send it an event, if it listens to events."""
@@ -105,6 +120,14 @@ class Child:
                 process.kill()
             await process.wait()
 
+    def _on_relay_end(self, process: asyncio.subprocess.Process, relay: asyncio.Task[None]) -> None:
+        """A process that nobody reads would stand still at its next line: it is replaced."""
+        if relay.cancelled() or (error := relay.exception()) is None:
+            return
+        log.error("cannot read on what the %s process says; it is killed", self.spec.role, exc_info=error)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
     def _write(self, line: bytes) -> None:
         stdin = self._process.stdin if self._process is not None else None
         if stdin is not None and not stdin.is_closing():
@@ -118,15 +141,13 @@ class Child:
             if self._on_report is not None:
                 self._on_report(line.removeprefix(REPORT_PREFIX))
         else:
-            sys.stdout.write(line)
-            sys.stdout.flush()
+            self._outlets.output.write(line)
 
     def _hear_error(self, line: str) -> None:
         """Pass its standard error on, and keep its last words. The supervisor reports a line `error: …` itself."""
         self.last_words = _words(line) or self.last_words
         if not line.startswith(_ERROR):
-            sys.stderr.write(line)
-            sys.stderr.flush()
+            self._outlets.error.write(line)
 
 
 async def _for_each_line(stream: asyncio.StreamReader, hear: Callable[[str], None]) -> None:
@@ -147,7 +168,7 @@ def _words(line: str) -> str:
         return line.removeprefix(_ERROR).strip()
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     if entry.get("level") not in ("error", "critical"):
         return ""

@@ -13,6 +13,7 @@ from shared.config import is_address
 from shared.limits import LimitSettings
 from shared.sources.credentials import Credential
 from shared.sources.settings import ALLOWED_ENDPOINTS, ALLOWED_SOURCES, CREDENTIALS
+from shared.targets import is_target
 from shared.tracing import OTLP_ENDPOINT
 
 ENV_PREFIX = "LORAPLEX_INFERENCE_"
@@ -65,13 +66,6 @@ def _is_address_or_off(address: str) -> str | None:
     return None if address == "" else is_address(address)
 
 
-def _is_registry(address: str) -> str | None:
-    is_target = "://" in address or is_address(address) is None
-    return (
-        None if is_target and not re.search(r"\s", address) else "HOST:PORT or a gRPC target such as dns:///NAME:PORT"
-    )
-
-
 def _is_replica_name(name: str) -> str | None:
     is_name = re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._:-]{0,126}[A-Za-z0-9])?", name)
     return None if is_name else "1 to 128 of A-Z a-z 0-9 . _ : -"
@@ -95,7 +89,9 @@ class InferenceConfig(AccessSettings, LimitSettings):
 
     model: str = field(metadata={"help": "folder or Hub id of the base model"})
     model_name: str | None = _setting(None, "id of the base model; by default its Hub id or folder name, lowercased")
-    registry: str = _setting("127.0.0.1:50051", "address of the registry", check=_is_registry)
+    registry: str = _setting(
+        "127.0.0.1:50051", "address of the registry: HOST:PORT, or a gRPC target of several", check=is_target
+    )
     registry_token_file: str = _setting("", "file with the bearer token that this replica shows the registry")
     registry_ca: str = _setting(
         "", "PEM file of the CA of the registry's certificate, or `system`; with it the connection is TLS"

@@ -9,13 +9,13 @@ from typing import Any, Protocol, TypeVar
 
 from inference_service.replica_status import digests_of, replica_status, visible_name
 from inference_service.stats import AdapterStats, EngineStats
-from inference_service.types import EngineReady, PreparedAdapter, ResidentAdapter, StagedAdapter
+from inference_service.types import EngineReady, PinOwner, PreparedAdapter, ResidentAdapter, StagedAdapter
 from loraplex.inference.v1 import control_pb2 as pb
 from loraplex.inference.v1 import control_pb2_grpc as pb_grpc
 from shared.auth import Caller, caller_of
 from shared.digest import check_digest
 from shared.errors import AdapterNotFound, EngineUnavailable, InvalidArgument, SourceUnavailable
-from shared.references import parse_reference, parse_version_name
+from shared.references import adapter_name, parse_reference, parse_version_name
 
 DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000
@@ -23,6 +23,10 @@ STATS_SECONDS = 1.0
 
 T = TypeVar("T")
 
+_PIN_OWNERS: dict[PinOwner, pb.LoadedAdapter.PinOwner.ValueType] = {
+    "operator": pb.LoadedAdapter.PIN_OWNER_OPERATOR,
+    "registry": pb.LoadedAdapter.PIN_OWNER_RESIDENCY,
+}
 _LEVELS = {"DISK": pb.LoadedAdapter.LEVEL_DISK, "HOST": pb.LoadedAdapter.LEVEL_HOST}
 
 
@@ -78,13 +82,22 @@ class ControlServicer(pb_grpc.AdapterControlServiceServicer):
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Any) -> pb.UnloadAdapterResponse:  # noqa: N802
         caller = caller_of(context)
         digest = await self._digest(request.adapter, caller)
-        if await self._is_shared(digest, caller):
+        names = [name for name in (await self._adapters.names([digest])).get(digest, []) if name]
+        if not all(_may_operate(caller, name) for name in names):
             return pb.UnloadAdapterResponse()  # it is loaded for others, of whom the caller must not hear
-        on_device = sum(a.size_bytes for a in await self._engine.list_resident() if a.digest == digest)
+        others = _others(names, request.adapter, caller)
+        resident = [a for a in await self._engine.list_resident() if a.digest == digest]
+        on_device = sum(a.size_bytes for a in resident)
         # Also if it is not resident: that ends its pin, and a load under way.
         await self._engine.unload_adapter(digest, force=request.force)
         in_host = await self._adapters.drop(digest)
-        return pb.UnloadAdapterResponse(freed_bytes=on_device + in_host, device_bytes=on_device, host_bytes=in_host)
+        return pb.UnloadAdapterResponse(
+            freed_bytes=on_device + in_host,
+            device_bytes=on_device,
+            host_bytes=in_host,
+            shared_with=others,
+            comes_back=any("registry" in a.pinned_by for a in resident),
+        )
 
     async def ListLoadedAdapters(  # noqa: N802
         self, request: pb.ListLoadedAdaptersRequest, context: Any
@@ -136,11 +149,6 @@ class ControlServicer(pb_grpc.AdapterControlServiceServicer):
                 found.append(adapter)
         return found
 
-    async def _is_shared(self, digest: str, caller: Caller) -> bool:
-        """Whether it is also the content of an adapter that the caller may not operate."""
-        names = (await self._adapters.names([digest])).get(digest, [])
-        return any(not _may_operate(caller, name) for name in names if name)
-
 
 def merge(resident: Iterable[ResidentAdapter], staged: Iterable[StagedAdapter]) -> list[pb.LoadedAdapter]:
     """One entry a digest: that of the fastest tier which holds it. A resident takes its version from the staged."""
@@ -162,6 +170,7 @@ def merge(resident: Iterable[ResidentAdapter], staged: Iterable[StagedAdapter]) 
             digest=on_gpu.digest,
             level=pb.LoadedAdapter.LEVEL_GPU,
             pinned=on_gpu.pinned,
+            pinned_by=[_PIN_OWNERS[owner] for owner in on_gpu.pinned_by],
             rank=on_gpu.rank,
             size_bytes=on_gpu.size_bytes,
             active_requests=on_gpu.active_requests,
@@ -186,6 +195,15 @@ def _name_for(caller: Caller, names: Iterable[str]) -> str | None:
 
 def _may_operate(caller: Caller, version: str) -> bool:
     return "operator" in caller.roles_in(parse_version_name(version, "adapter_version").namespace)
+
+
+def _others(versions: Iterable[str], asked: str, caller: Caller) -> list[str]:
+    """Of versions with one content, those of other adapters than the one that was asked for, if one was by its name."""
+    if asked.startswith("sha256:"):
+        return sorted(versions)
+    named = parse_reference(asked, caller.namespace, "adapter")
+    its_own = f"{adapter_name(named.namespace, named.adapter)}/"
+    return sorted(version for version in versions if not version.startswith(its_own))
 
 
 def _sort_key(adapter: pb.LoadedAdapter) -> tuple[str, str]:

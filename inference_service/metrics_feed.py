@@ -136,6 +136,10 @@ class ReplicaFeed:
             except EngineUnavailable:
                 await asyncio.sleep(RETRY_HELLO_SECONDS)
                 continue
+            except Exception:
+                log.exception("the engine's memory is not known")
+                await asyncio.sleep(POLL_SECONDS)
+                continue
             await engine.wait_down()
             self._ready = None
 

@@ -35,7 +35,7 @@ from inference_service.types import BlendPart, EngineReady, GenerateSpec, Prepar
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc as pb_grpc
 from shared.auth import Caller, authorize, caller_of
-from shared.errors import AdapterUnloaded, InvalidArgument
+from shared.errors import AdapterInvalid, AdapterUnloaded, InvalidArgument
 from shared.grpc_server import MAX_MESSAGE_BYTES
 from shared.references import Reference, parse_reference
 
@@ -84,7 +84,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             admitted = await self._admit(record, ready, context)
             answer = Answer(admitted, self._model, self._engine.abort)
             # Closing the iterator, for whatever reason, frees what the engine holds for this request.
-            with _naming(admitted.adapter), self._count(admitted) as times:
+            with _naming(record.adapter_name, admitted.adapter), self._count(admitted) as times:
                 record.admit(admitted, answer, times)
                 async with aclosing(self._engine.generate(admitted.spec)) as events:
                     async for event in events:
@@ -246,14 +246,16 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
 
 @contextmanager
-def _naming(adapter: PreparedAdapter | None) -> Iterator[None]:
-    """An adapter that is unloaded under a request is named; the engine knows only digests."""
+def _naming(asked: str, adapter: PreparedAdapter | None) -> Iterator[None]:
+    """An adapter that ends a request is named, as it was asked for and as it was resolved: the engine, and the
+    processes that hold its text, know only digests."""
     try:
         yield
-    except AdapterUnloaded as error:
-        if adapter is not None:
-            error.metadata |= {"adapter_version": adapter.version, "digest": adapter.digest}
-        raise
+    except (AdapterInvalid, AdapterUnloaded) as error:
+        if adapter is None:
+            raise
+        named = {"digest": adapter.digest} | ({"adapter_version": adapter.version} if adapter.version else {})
+        raise type(error)(f"{asked}: {error.message}", metadata=error.metadata | named) from error
 
 
 def _parse(text: str, caller: Caller, field: str, violations: Violations) -> Reference | None:

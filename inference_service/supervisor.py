@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from inference_service.child import Child, ChildSpec, stop_in_stages
+from inference_service.child import Child, ChildSpec, Outlets, stop_in_stages
 from inference_service.types import EXIT_CONFIG
 
 log = logging.getLogger(__name__)
@@ -42,11 +42,15 @@ class Supervisor:
     """Keeps the processes of `specs` running. `observer` runs beside them, if there is one."""
 
     def __init__(
-        self, specs: Sequence[ChildSpec], policy: RestartPolicy | None = None, observer: Observer | None = None
+        self,
+        specs: Sequence[ChildSpec],
+        outlets: Outlets,
+        policy: RestartPolicy | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.failure: str | None = None
         self._observer = observer
-        self._children = [Child(spec, observer.on_report if observer else None) for spec in specs]
+        self._children = [Child(spec, outlets, observer.on_report if observer else None) for spec in specs]
         self._policy = policy or RestartPolicy()
         self._ended = asyncio.Event()
         self._exit_code = 1
@@ -63,6 +67,8 @@ class Supervisor:
         keeping = [asyncio.create_task(self._keep(child)) for child in self._children]
         if self._observer is not None:
             keeping.append(asyncio.create_task(self._observer.run()))
+        for task in keeping:
+            task.add_done_callback(self._on_end)
         try:
             await self._ended.wait()
         finally:
@@ -72,13 +78,26 @@ class Supervisor:
             await stop_in_stages(self._children)
         return 0 if self.failure is None else self._exit_code
 
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        """Nothing is kept running by a task that has failed, so the replica ends, and whoever started it hears why."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the supervisor cannot go on", exc_info=error)
+            if not self._ended.is_set():
+                self._fail(f"the supervisor cannot go on: {type(error).__name__}: {error}")
+
     async def _keep(self, child: Child) -> None:
         """Start a child, and again whenever it ends."""
         role, quick_ends, failed_starts = child.spec.role, 0, 0
         was_ready = is_restart = False
         while not self._ended.is_set():
             started = time.monotonic()
-            await self._spawn(child, is_restart=is_restart)
+            try:
+                await child.spawn(is_restart=is_restart)
+            except OSError as error:
+                self._fail(f"the {role} process cannot be started: {error}")
+                return
+            if is_restart:
+                self._tell_others(child, f"{role}_up")
             code = await child.wait()
             self._tell_others(child, f"{role}_down")  # at once: streams hang until they hear it
             await child.finish_output()
@@ -94,15 +113,6 @@ class Supervisor:
             log.warning("%s; starting it again", reason)
             await asyncio.sleep(self._policy.delay(quick_ends))
             is_restart = True
-
-    async def _spawn(self, child: Child, *, is_restart: bool) -> None:
-        try:
-            await child.spawn(is_restart=is_restart)
-        except OSError as error:
-            self._fail(f"the {child.spec.role} process cannot be started: {error}")
-            raise
-        if is_restart:
-            self._tell_others(child, f"{child.spec.role}_up")
 
     def _tell_others(self, child: Child, event: str) -> None:
         if self._observer is not None:

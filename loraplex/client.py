@@ -7,9 +7,7 @@ async with Client("localhost:50052") as client:
 
 import asyncio
 import copy
-import ipaddress
 import json
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -21,6 +19,7 @@ from loraplex.registry.v1 import registry_pb2, registry_pb2_grpc
 from shared.channel import NOBODY, ClientIdentity, open_channel
 from shared.errors import InvalidArgument, LoraplexError, WatchTooSlow
 from shared.status import from_rpc_error
+from shared.targets import is_target
 
 Response = TypeVar("Response")
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -43,8 +42,6 @@ _PAGE_SIZE = 200
 _LONGEST_DELAY = 5.0  # seconds between attempts to resume a watch
 _FIRST_RECONNECT_MS, _LONGEST_RECONNECT_MS = 200, 5_000  # gRPC's own are 1 s and 2 minutes
 _PING_MS, _PING_TIMEOUT_MS = 30_000, 10_000  # while calls run: a server whose machine is gone closes no connection
-_ADDRESS = re.compile(r"(?:dns:(?:///)?)?([\w.-]+|\[[0-9a-fA-F:.]+(?:%\w+)?\]):([0-9]{1,5})")
-_FAMILIES = {"ipv4": ipaddress.IPv4Address, "ipv6": ipaddress.IPv6Address}
 
 
 class Client:
@@ -190,36 +187,14 @@ class Client:
 
 
 def check_address(text: str, field: str) -> str:
-    """`text` if it is a target of gRPC's: HOST:PORT or `dns:///HOST:PORT`, all of whose addresses are used,
-    `ipv4:IP:PORT,…` or `ipv6:[IP]:PORT,…` for several servers without a name, or `unix:PATH`.
+    """`text` if it says where servers are (`shared.targets`).
 
     Raises:
         InvalidArgument: naming `field`.
     """
-    scheme, _, rest = text.partition(":")
-    if scheme == "unix":
-        is_target = bool(rest)
-    elif scheme in _FAMILIES:
-        is_target = all(_is_literal(each, _FAMILIES[scheme]) for each in rest.split(","))
-    else:
-        match = _ADDRESS.fullmatch(text)
-        is_target = match is not None and _is_port(match[2])
-    if not is_target:
-        raise InvalidArgument.of(field, f"{text!r:.200} is not HOST:PORT, such as localhost:50051")
+    if (expected := is_target(text)) is not None:
+        raise InvalidArgument.of(field, f"{text!r:.200} is not {expected}")
     return text
-
-
-def _is_literal(text: str, family: Callable[[str], Any]) -> bool:
-    """Whether it is IP:PORT of this family."""
-    match = _ADDRESS.fullmatch(text)
-    try:
-        return match is not None and _is_port(match[2]) and bool(family(match[1].strip("[]")))
-    except ValueError:
-        return False
-
-
-def _is_port(text: str) -> bool:
-    return 1 <= int(text) <= 65535
 
 
 def _channel(address: str, service: str, identity: ClientIdentity) -> grpc.aio.Channel:

@@ -10,18 +10,21 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from registry_service import archive, migrations
 from registry_service.config import ENV_PREFIX, RegistryConfig
+from registry_service.migrations.revisions import SchemaOutdated
 from registry_service.server import start
 from shared import log as json_log
 from shared.config import ConfigError, load
 from shared.errors import InvalidArgument, LoraplexError
 from shared.flags import flag_parser, startup_error
 from shared.grpc_server import stop_on_signals
+from shared.line_writer import LineWriter
 from shared.process_end import end_process
 
 log = logging.getLogger(__name__)
@@ -45,10 +48,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     command, flags = _parse(list(sys.argv[1:] if arguments is None else arguments))
     toml = flags.pop("config")
-    json_log.setup("registry")
+    with json_log.open_lines("registry", 2) as errors:
+        status, failure = _run(command, toml, flags, errors)
+        if failure:
+            errors.write(f"{failure}\n")
+    return status
+
+
+def _run(command: str, toml: Path | None, flags: dict[str, Any], errors: LineWriter) -> tuple[int, str]:
+    """The exit status, and the line that says why if it is a failure."""
+    json_log.setup("registry", lines=errors)
     try:
         config = load(RegistryConfig, toml=toml, env=os.environ, prefix=ENV_PREFIX, flags=flags)
-        json_log.setup("registry", config.log_level)
+        json_log.setup("registry", config.log_level, errors)
         if command in ON_DATABASE:
             logging.getLogger("alembic").setLevel(logging.WARNING)  # its steps are no news to whoever types a command
         if command == "migrate":
@@ -63,12 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             uvloop.run(serve(config))
     except (ConfigError, InvalidArgument) as error:
-        return _report(startup_error(error, RegistryConfig), EXIT_CONFIG)
+        return EXIT_CONFIG, startup_error(error, RegistryConfig)
     except LoraplexError as error:
-        return _report(startup_error(error, RegistryConfig), 1)
-    except (migrations.SchemaOutdated, OSError) as error:
-        return _report(f"error: {error}", 1)
-    return 0
+        return 1, startup_error(error, RegistryConfig)
+    except (SchemaOutdated, OSError) as error:
+        return 1, f"error: {error}"
+    return 0, ""
 
 
 async def serve(config: RegistryConfig) -> None:
@@ -105,11 +117,6 @@ def _parser(command: str) -> argparse.ArgumentParser:
         return flag_parser(RegistryConfig, f"{PROG} {command}", ON_DATABASE[command], names=("database", "log_level"))
     also = "" if command else f" `{PROG} migrate` brings its database to the schema of this version."
     return flag_parser(RegistryConfig, f"{PROG} {command}".rstrip(), SERVE + also)
-
-
-def _report(line: str, code: int) -> int:
-    print(line, file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -113,7 +113,8 @@ class AdapterChanges:
             version = await live_version(session, adapter, number)
             if aliases := await repository.aliases_of(session, adapter.uid, number):
                 resource = version_name(name.namespace, name.adapter, number)
-                message = f"{resource} is what {', '.join(aliases)} means: point the alias elsewhere first"
+                who = f"alias {aliases[0]} means" if len(aliases) == 1 else f"aliases {', '.join(aliases)} mean"
+                message = f"{resource} is what {who}: point {'it' if len(aliases) == 1 else 'them'} elsewhere first"
                 raise VersionInUse(message, metadata={"version": resource, "aliases": ",".join(aliases)})
             now = datetime.now(UTC)
             version.state, version.delete_time, version.purge_time = DELETED, now, now + self._keep

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Work = Callable[[AsyncSession], Awaitable[T]]
 
+MAX_OVERFLOW = 10  # connections that a pool opens beyond its size while they are needed
 _ATTEMPTS = 5
 _RETRY_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
@@ -34,6 +35,7 @@ _SILENCE: dict[str, Any] = {"keepalives_idle": 5, "keepalives_interval": 2, "tcp
 _UNAVAILABLE = "the registry's database is unavailable"
 _POSTGRES: dict[str, Any] = {
     "pool_timeout": 10,
+    "max_overflow": MAX_OVERFLOW,
     # Prepared statements do not survive a transaction pooler between us and Postgres.
     "connect_args": {"prepare_threshold": None, "connect_timeout": 5, **_SILENCE},
 }
@@ -181,7 +183,7 @@ def driver_url(url: str, *, is_async: bool) -> str:
 
 def _create_engine(url: str) -> AsyncEngine:
     if is_sqlite(url):
-        engine = create_async_engine(driver_url(url, is_async=True), pool_size=8)
+        engine = create_async_engine(driver_url(url, is_async=True), pool_size=8, max_overflow=MAX_OVERFLOW)
         configure_sqlite(engine.sync_engine)
         return engine
     engine = create_async_engine(driver_url(url, is_async=True), pool_size=10, pool_pre_ping=True, **_POSTGRES)
@@ -201,7 +203,7 @@ def _create_lookups(url: str) -> AsyncEngine | Engine:
     hops to a thread for a SELECT."""
     settings: dict[str, Any] = {"pool_size": 4, "isolation_level": "AUTOCOMMIT", "skip_autocommit_rollback": True}
     if is_sqlite(url):
-        engine = create_engine(driver_url(url, is_async=False), **settings)
+        engine = create_engine(driver_url(url, is_async=False), max_overflow=MAX_OVERFLOW, **settings)
         configure_sqlite(engine, begins=False)
         return engine
     return create_async_engine(driver_url(url, is_async=True), **settings, **_POSTGRES)

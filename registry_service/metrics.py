@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from registry_service.adapter_cache import AdapterCache
 from registry_service.change_log import ChangeLog
-from registry_service.database import Database
+from registry_service.database import MAX_OVERFLOW, Database
 from registry_service.purging import Purger
 from registry_service.watch import Watches
 from shared.auth.rules import RULES
@@ -120,6 +120,7 @@ class RegistryState(Collector):
             ("idle", "Connections that are not"),
             ("size", "Connections that are kept for use"),
             ("overflow", "Connections beyond those"),
+            ("capacity", "Connections that there may be, those beyond included"),
         ):
             values = {purpose: numbers[name] for purpose, numbers in pools.items()}
             yield _gauges(f"loraplex_registry_pool_{name}", text, "purpose", values)
@@ -131,6 +132,7 @@ def _connections(pool: Any) -> dict[str, float]:
         "idle": pool.checkedin(),
         "size": pool.size(),
         "overflow": max(pool.overflow(), 0),
+        "capacity": pool.size() + MAX_OVERFLOW,
     }
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from registry_service.validation import Origin
+from registry_service.adapter_folder import Origin
 from shared.sources.resolver import PinnedSource
 from shared.sources.turns import SourceTurns
 

@@ -9,6 +9,7 @@ import json
 import threading
 
 from registry_service import registration_rules
+from registry_service.adapter_folder import Origin
 from registry_service.database import Database
 from registry_service.models import BaseModel
 from registry_service.quotas import Quotas
@@ -16,7 +17,7 @@ from registry_service.readers import SourceReaders
 from registry_service.registration_rules import Registered, Registration
 from registry_service.repository import RequestKey
 from registry_service.single_flight import SingleFlight
-from registry_service.validation import Limits, Origin, ValidatedAdapter, validate
+from registry_service.validation import Limits, ValidatedAdapter, validate
 from shared.base_model import parse_config
 from shared.errors import SourceUnavailable
 from shared.sources.policy import SourcePolicy

@@ -74,10 +74,13 @@ class RegistryService:
         self._cache.forget(request.namespace, request.adapter_id, registered.revision)
         return registered
 
-    async def resolve(self, reference: Reference, base_model: str, min_revision: int) -> Resolution:
+    async def resolve(
+        self, reference: Reference, base_model: str, min_revision: int, *, registered_only: bool = False
+    ) -> Resolution:
         """What `reference` means, at `min_revision` or later; `base_model` is the id it must be for, if any.
 
-        An unknown adapter is registered first where its namespace's settings say so; see `AutoRegistrar.register`.
+        An unknown adapter is registered first where its namespace's settings say so, unless `registered_only`; see
+        `AutoRegistrar.register`.
 
         Raises:
             AdapterNotFound: metadata names the adapter, version, digest or alias that there is none of.
@@ -86,7 +89,7 @@ class RegistryService:
         """
         await self._wait_for(min_revision)
         record = await self._record(reference)
-        if record is None and self._auto.covers(reference, base_model):
+        if record is None and not registered_only and self._auto.covers(reference, base_model):
             await self._auto.register(reference.namespace, reference.adapter)
             record = await self._record(reference)
         record = _live(record, reference)

@@ -71,7 +71,7 @@ class RegistryServicer(registry_pb2_grpc.AdapterRegistryServiceServicer):
         reference = parse_reference(request.reference, caller.namespace, "reference")
         base_model = parse_base_model(request.base_model, "base_model") if request.base_model else ""
         revision = requests.min_revision(request.min_revision)
-        found = await self._service.resolve(reference, base_model, revision)
+        found = await self._service.resolve(reference, base_model, revision, registered_only=request.registered_only)
         return resolution_message(found, self._resolve_ttl)
 
     async def WatchAdapters(

@@ -4,27 +4,28 @@ All of it blocks and belongs in a thread. Nothing is mapped into memory, so a fi
 and not a crash.
 """
 
-import hashlib
 import threading
 from collections.abc import Set
 from typing import Any, NamedTuple
 
+from registry_service import file_stream
+from registry_service.adapter_folder import Origin, adapter_folder
+from registry_service.file_stream import FileStream
+from registry_service.text_files import read_texts
 from shared.adapter_format.binding import BindingPlan, plan
 from shared.adapter_format.config import LoraConfig, parse_adapter_config
-from shared.adapter_format.files import CONFIG, adapter_files, named_folder
+from shared.adapter_format.files import adapter_files
 from shared.adapter_format.finite import FiniteScan
 from shared.adapter_format.header import MAX_HEADER_BYTES, read_header
 from shared.adapter_format.reasons import file_invalid
 from shared.adapter_format.served import check_served
 from shared.adapter_format.summary import ModuleSummary, summarise
-from shared.adapter_format.texts import MAX_BYTES, text_files, text_warnings
+from shared.adapter_format.texts import text_files, text_warnings
 from shared.base_model import ModelConfig, default_id
 from shared.digest import FileEntry, manifest_digest
-from shared.errors import AdapterInvalid, SourceUnavailable
 from shared.sources.policy import SourcePolicy
-from shared.sources.resolver import FolderedSource, PinnedSource, Source, SourceFile, open_source
+from shared.sources.resolver import PinnedSource, SourceFile
 
-CHUNK_BYTES = 1 << 20
 _OF_PAIRS = frozenset({"lora", "embedding", "lm_head", "block_diagonal", "activated"})
 
 
@@ -33,14 +34,6 @@ class Limits(NamedTuple):
 
     config: int
     weights: int
-
-
-class Origin(NamedTuple):
-    """What the caller names as an adapter's source, and the namespace that reads it."""
-
-    uri: str
-    credential_ref: str
-    namespace: str
 
 
 class LoraFacts(NamedTuple):
@@ -92,15 +85,15 @@ def validate(
         SourceNotFound, SourceForbidden, SourceUnavailable: the files cannot be read, or changed while they were.
         AdapterInvalid, UnsupportedAdapter: metadata names the file, key or tensor.
     """
-    source, listing, above = _adapter_folder(origin, policy, stopping)
+    source, listing, above = adapter_folder(origin, policy, stopping)
     names = adapter_files(listing)
     with source.open(names.config) as file:
         raw_config, config_entry = _read_config(file, names.config, limits.config)
     config = parse_adapter_config(raw_config)
-    texts = tuple(_read_text(source, name) for name in text_files(listing, names.config))
+    texts = read_texts(source, text_files(listing, names.config), model)
     with source.open(names.weights) as file:
         binding, weights_entry = _read_weights(file, names.weights, limits.weights, config, model)
-    files = (config_entry, weights_entry, *texts)
+    files = (config_entry, weights_entry, *texts.files)
     return ValidatedAdapter(
         digest=manifest_digest(files),
         files=files,
@@ -111,52 +104,21 @@ def validate(
             *binding.warnings,
             *_base_model_warnings(config, base_model),
             *text_warnings(listing, above, binding.extra_vocab),
+            *texts.facts.warnings(model.vocab_size + binding.extra_vocab),
         ),
     )
 
 
-class _Folder(NamedTuple):
-    """The folder with the adapter's files. `above`: what lies beside it, where another one was named."""
-
-    source: Source
-    names: list[str]
-    above: list[str]
-
-
-def _adapter_folder(origin: Origin, policy: SourcePolicy, stopping: threading.Event) -> _Folder:
-    """`origin`, or the folder in it that has the adapter's name."""
-    asked = PinnedSource(origin.uri, credential_ref=origin.credential_ref)
-    source = open_source(asked, origin.namespace, policy, stopping)
-    listing = source.list()
-    if CONFIG in listing or not isinstance(source, FolderedSource):
-        return _Folder(source, listing, [])
-    folder = named_folder(listing, source.folders())
-    if folder is None:
-        return _Folder(source, listing, [])
-    below = asked._replace(uri=f"{asked.uri.rstrip('/')}/{folder}")
-    source = open_source(below, origin.namespace, policy, stopping)
-    return _Folder(source, source.list(), listing)
-
-
 def _read_config(file: SourceFile, name: str, limit: int) -> tuple[bytes, FileEntry]:
-    stream = _Stream(file, name, limit)
+    stream = FileStream(file, name, limit)
     content = stream.read(stream.size)
     return content, stream.finish()
-
-
-def _read_text(source: Source, name: str) -> FileEntry:
-    """A tokenizer or chat template. It is a tenant's code: it is run on replicas only, where it can be ended."""
-    with source.open(name) as file:
-        stream = _Stream(file, name, MAX_BYTES[name.rpartition("/")[2]])
-        while stream.read(CHUNK_BYTES):
-            pass
-        return stream.finish()
 
 
 def _read_weights(
     file: SourceFile, name: str, limit: int, config: LoraConfig, model: ModelConfig
 ) -> tuple[BindingPlan, FileEntry]:
-    stream = _Stream(file, name, limit)
+    stream = FileStream(file, name, limit)
     head = stream.read(8)
     length = int.from_bytes(head, "little")
     if length <= min(MAX_HEADER_BYTES, stream.size - len(head)):
@@ -166,7 +128,7 @@ def _read_weights(
     check_served(binding)
     scan = FiniteScan(tensors)
     scan.feed(head)
-    while chunk := stream.read(CHUNK_BYTES):
+    while chunk := stream.read(file_stream.CHUNK_BYTES):
         scan.feed(chunk)
     entry = stream.finish()
     _check_does_something(binding, scan.nonzero, name)
@@ -185,48 +147,6 @@ def _check_does_something(binding: BindingPlan, nonzero: Set[str], file: str) ->
     if kind == "lora_A" and any(a in nonzero for a, _ in pairs):
         kind = "lora_A or lora_B"
     raise file_invalid(file, f"the adapter does nothing: every {kind} is all zero", "save it after training")
-
-
-class _Stream:
-    """A file read from its beginning to its end, hashing what passes."""
-
-    def __init__(self, file: SourceFile, name: str, limit: int) -> None:
-        self._file = file
-        self._name = name
-        self._hash = hashlib.sha256()
-        self._offset = 0
-        self.size = file.size
-        if self.size > limit:
-            raise AdapterInvalid(
-                f"{name} has {self.size} bytes; the limit is {limit}", metadata={"file": name, "limit": str(limit)}
-            )
-
-    def read(self, count: int) -> bytes:
-        """The next `count` bytes, fewer only at the end that the file had when it was opened."""
-        wanted = min(count, self.size - self._offset)
-        parts: list[bytes] = []
-        while wanted:
-            try:
-                part = self._file.read(wanted)
-            except OSError as error:
-                raise self._unavailable(f"cannot be read: {error.strerror}") from None
-            if not part:
-                raise self._unavailable("was truncated while it was read")
-            parts.append(part)
-            wanted -= len(part)
-        content = b"".join(parts)
-        self._hash.update(content)
-        self._offset += len(content)
-        return content
-
-    def finish(self) -> FileEntry:
-        """The file's entry in the manifest, if it is still the file that was opened."""
-        if not self._file.is_unchanged():
-            raise self._unavailable("changed while it was read")
-        return FileEntry(self._name, self.size, self._hash.hexdigest())
-
-    def _unavailable(self, problem: str) -> SourceUnavailable:
-        return SourceUnavailable(f"{self._name} {problem}", metadata={"file": self._name})
 
 
 def _facts(config: LoraConfig, binding: BindingPlan, model: ModelConfig) -> LoraFacts:

@@ -10,6 +10,7 @@ import grpc
 from shared.changing_file import ChangingFile
 from shared.errors import InvalidArgument
 from shared.following_channel import FollowingChannel
+from shared.targets import grpc_target
 from shared.tls import SYSTEM_CA, client_credentials, client_files
 
 MAX_TOKEN_CHARS = 6 << 10  # servers take 8 KiB of metadata
@@ -45,11 +46,14 @@ def open_channel(
     options: Sequence[tuple[str, Any]] = (),
     interceptors: Sequence[Any] = (),
 ) -> grpc.aio.Channel:
-    """A channel to `target`. Create it inside a running event loop. `interceptors`: see calls first.
+    """A channel to `target`, HOST:PORT or what else `is_target`. Create it inside a running event loop.
+
+    `interceptors`: see calls first.
 
     Raises:
         InvalidArgument: a file of `identity` cannot be used; names its field.
     """
+    target = grpc_target(target)
     all_interceptors = [*interceptors, *_interceptors(identity)]
     if not identity.is_secure:
         return grpc.aio.insecure_channel(target, options, interceptors=all_interceptors)

@@ -1,5 +1,6 @@
 """Serves a Prometheus registry over HTTP in the classic text format 0.0.4, from threads of its own."""
 
+import logging
 import socket
 import threading
 from functools import partial
@@ -10,6 +11,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from shared.errors import InvalidArgument
+
+log = logging.getLogger(__name__)
 
 PATH = "/metrics"
 _CLOSE_SECONDS = 0.1  # that `close` takes at most
@@ -31,6 +34,9 @@ class MetricsServer:
         class Server(ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             daemon_threads = True
+
+            def handle_error(self, *_: object) -> None:
+                log.warning("a scrape failed", exc_info=True)  # not to stderr itself, which it might wait for
 
         class Handler(_Handler):
             source = collector

@@ -14,7 +14,10 @@ DOCKERFILES = K8S.parent / "docker"
 IMAGES = {"registry": "registry", "migrate": "registry", "inference": "inference"}
 CACHE_SHARE = 0.9  # of a volume, for adapters on disk; the rest is for files half fetched, and kernels
 FOLDERS = ("HOME", "HF_HOME", "TRITON_CACHE_DIR", "TMPDIR")
-TLS_FILES = ("tls_cert", "tls_key", "tls_client_ca", "registry_ca", "registry_cert", "registry_key", "auth_token_file")
+CREDENTIALS = (
+    *("tls_cert", "tls_key", "tls_client_ca", "registry_ca", "registry_cert", "registry_key"),
+    *("auth_token_file", "auth_jwks_file", "registry_token_file"),
+)
 
 
 def storage_errors(manifests: Sequence[Manifest]) -> Iterator[str]:
@@ -26,6 +29,43 @@ def storage_errors(manifests: Sequence[Manifest]) -> Iterator[str]:
     for each in found:
         yield from (f"{each.name}: {error}" for error in [*_path_errors(each), *_size_errors(each), *_gpu_errors(each)])
         yield from (f"{each.name}: {error}" for error in _database_errors(each))
+    yield from _claim_errors(manifests)
+
+
+def _claim_errors(manifests: Sequence[Manifest]) -> Iterator[str]:
+    """Pods of one node's volume run on that node: each must be with all others, whichever comes first."""
+    pods = {i["metadata"]["name"]: i for i in manifests if i["kind"] == "Deployment"}
+    for claim in (i for i in manifests if i["kind"] == "PersistentVolumeClaim"):
+        name = claim["metadata"]["name"]
+        users = {user: pod for user, pod in pods.items() if name in _claims(pod)}
+        is_alone = all(_is_one_pod(pod) for pod in users.values()) and len(users) <= 1
+        if set(claim["spec"]["accessModes"]) != {"ReadWriteOnce"} or is_alone:
+            continue
+        labels = [pod["spec"]["template"]["metadata"]["labels"] for pod in users.values()]
+        for user, pod in users.items():
+            if not any(all(wanted.items() <= each.items() for each in labels) for wanted in _same_node(pod)):
+                yield f"{user}: the volume {name} is one node's, and its pods may run on several"
+
+
+def _claims(workload: Manifest) -> set[str]:
+    volumes = workload["spec"]["template"]["spec"].get("volumes", [])
+    return {v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v}
+
+
+def _is_one_pod(workload: Manifest) -> bool:
+    """At any time, rollouts included."""
+    spec = workload["spec"]
+    return bool(spec.get("replicas", 1) == 1 and spec.get("strategy", {}).get("type") == "Recreate")
+
+
+def _same_node(workload: Manifest) -> list[Mapping[str, str]]:
+    """The labels of the pods whose node this workload's must share."""
+    affinity = workload["spec"]["template"]["spec"].get("affinity", {}).get("podAffinity", {})
+    return [
+        term["labelSelector"]["matchLabels"]
+        for term in affinity.get("requiredDuringSchedulingIgnoredDuringExecution", [])
+        if term["topologyKey"] == "kubernetes.io/hostname" and "matchLabels" in term.get("labelSelector", {})
+    ]
 
 
 def environment(each: Running) -> Mapping[str, str]:
@@ -39,7 +79,7 @@ def _path_errors(each: Running) -> Iterator[str]:
     config, variables = each.config, environment(each)
     writable = {name: variables[name] for name in FOLDERS if name in variables}
     readable = {f"file root {name}": path for name, path in config.file_roots.items()}
-    readable |= {name: getattr(config, name) for name in TLS_FILES if getattr(config, name, "")}
+    readable |= {name: getattr(config, name) for name in CREDENTIALS if getattr(config, name, "")}
     if isinstance(config, InferenceConfig):
         writable |= {"cache_dir": str(config.cache_dir), "kernel_cache_dir": str(kernel_cache(config))}
         if config.model.startswith("/"):

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from deploy.k8s.access import access_errors
 from deploy.k8s.builds import EXCLUSIVE, K8S, Build, BuildError, builds
 from deploy.k8s.policy import policy_errors
 from deploy.k8s.schemas import schema_errors
@@ -19,7 +20,7 @@ from deploy.k8s.storage import DOCKERFILES, storage_errors
 from deploy.k8s.wiring import wiring_errors
 
 HADOLINT = Path(sys.executable).parent / "hadolint"
-CHECKS = (schema_errors, policy_errors, service_errors, storage_errors, wiring_errors)
+CHECKS = (schema_errors, policy_errors, access_errors, service_errors, storage_errors, wiring_errors)
 
 
 def build_errors(build: Build) -> list[str]:

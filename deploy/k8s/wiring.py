@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from deploy.k8s.access import GIVEN
 from deploy.k8s.builds import Manifest
 from deploy.k8s.services import Running, SettingsError, port_of, running
 from inference_service.config import InferenceConfig
@@ -193,11 +194,11 @@ def _trace_errors(each: Running, manifests: Sequence[Manifest]) -> Iterator[str]
 
 
 def _certificate_errors(each: Running, manifests: Sequence[Manifest]) -> Iterator[str]:
-    """Secrets with certificates are those that are issued, by issuers that are there."""
+    """Secrets are given, or hold certificates that are issued, by issuers that are there."""
     issued = {i["spec"]["secretName"] for i in manifests if i["kind"] == "Certificate"}
     issuers = {i["metadata"]["name"] for i in manifests if i["kind"] == "Issuer"}
     for volume in each.pod.get("volumes", []):
-        if "secret" in volume and volume["secret"]["secretName"] not in issued:
+        if "secret" in volume and volume["secret"]["secretName"] not in {*issued, *GIVEN}:
             yield f"nobody issues Secret {volume['secret']['secretName']}"
     for item in manifests:
         if item["kind"] == "Certificate" and item["spec"]["issuerRef"]["name"] not in issuers:

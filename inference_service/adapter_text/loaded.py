@@ -9,16 +9,18 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from inference_service.adapter_text.messages import Loaded, StreamState, StreamText, StreamTokens
-from inference_service.chat_template import ChatTemplate, TemplateSource, special_tokens, template_source
+from inference_service.chat_template import ChatTemplate
 from inference_service.tokenizer import longest_token
 from shared.adapter_format.reasons import file_invalid
-from shared.adapter_format.texts import CHAT_TEMPLATE, MAX_BYTES, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG
-from shared.errors import AdapterInvalid, InvalidArgument
+from shared.adapter_format.text_checks import LEAVE_OUT, of_file
+from shared.adapter_format.texts import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG
+from shared.adapter_format.vocabulary import check_vocabulary
+from shared.chat_template import TemplateSource, special_tokens, template_source
+from shared.errors import InvalidArgument
 from shared.model_folder import read_files
 
 _MOST_HELD = 32  # tokens without text; a character takes at most 4
 _REPLACEMENT = "\ufffd"
-_LEAVE_OUT = "register the adapter anew with a correct file, or without it for the base model's"
 
 
 class BaseText(NamedTuple):
@@ -57,7 +59,7 @@ class LoadedText:
             backend = _tokenizer(files[TOKENIZER])
             if _meaning(backend) != base.tokenizer:
                 vocabulary = backend.get_vocab(with_added_tokens=True)
-                _check_vocabulary(vocabulary, base.vocabulary, vocab_size)
+                check_vocabulary(vocabulary, base.vocabulary, vocab_size)
                 self._tokenizer = backend
         try:
             source = template_source(files)
@@ -68,7 +70,7 @@ class LoadedText:
                 self._template = ChatTemplate(source.text, tokens)
             eos_token = special_tokens(files).get("eos_token")
         except InvalidArgument as error:
-            raise _of_file(error, files) from None
+            raise of_file(error, files) from None
         eos_id = None
         if eos_token is not None and eos_token != base.eos_token:
             eos_id = vocabulary.get(eos_token)
@@ -122,19 +124,11 @@ def _added(before: str, after: str) -> str:
     return after.removeprefix(before) if after.startswith(before) else after[len(before) :]
 
 
-def _of_file(error: InvalidArgument, files: Mapping[str, bytes]) -> AdapterInvalid:
-    """What is wrong with a template or special tokens, as the fault of the file that has them."""
-    (violation,) = error.violations
-    if violation.field in files:
-        return file_invalid(violation.field, violation.description, _LEAVE_OUT)
-    return file_invalid(CHAT_TEMPLATE if CHAT_TEMPLATE in files else TOKENIZER_CONFIG, error.message, _LEAVE_OUT)
-
-
 def _tokenizer(data: bytes) -> Any:
     try:
         backend = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises bare Exception for whatever is wrong with the file
-        raise file_invalid(TOKENIZER, f"is not a tokenizer: {error!s:.200}", _LEAVE_OUT) from None
+        raise file_invalid(TOKENIZER, f"is not a tokenizer: {error!s:.200}", LEAVE_OUT) from None
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -147,33 +141,3 @@ def _meaning(backend: Any) -> str:
     if after.get("type") == "TemplateProcessing" and not after["special_tokens"]:  # transformers writes it for none
         parts["post_processor"] = None
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _check_vocabulary(own: Mapping[str, int], base: Mapping[str, int], vocab_size: int) -> None:
-    """The model was trained with the base model's ids: they must mean what they meant; further ones are the adapter's.
-
-    Raises:
-        AdapterInvalid: naming the first id that does not, or one that the model does not have.
-    """
-    wrong = min(((token_id, token) for token, token_id in base.items() if own.get(token) != token_id), default=None)
-    if wrong is not None:
-        token_id, token = wrong
-        found = f"has the id {own[token]}" if token in own else "is missing"
-        raise _contradiction(f"{_shown(token)} {found}; in the base model's vocabulary it is {token_id}", token_id)
-    ids = set(base.values())
-    for token, token_id in own.items():
-        if token_id in ids and base.get(token) != token_id:
-            raise _contradiction(f"id {token_id} is also {_shown(token)}, which the base model does not know", token_id)
-        if token_id >= vocab_size:
-            text = f"{_shown(token)} has the id {token_id}; with this adapter the model has {vocab_size} token ids"
-            raise _contradiction(text, token_id)
-
-
-def _contradiction(problem: str, token_id: int) -> AdapterInvalid:
-    error = file_invalid(TOKENIZER, problem, "save the tokenizer that the adapter was trained with")
-    error.metadata["token_id"] = str(token_id)
-    return error
-
-
-def _shown(token: str) -> str:
-    return json.dumps(token[:60], ensure_ascii=False)

@@ -100,7 +100,7 @@ class AdapterClient:
         return (await self._call(call_id, ReadTexts(call_id, digest))).texts
 
     async def resolve(self, reference: str) -> str:
-        """The digest that a canonical reference means now; nothing is fetched.
+        """The digest that a canonical reference means now; nothing is fetched, and no unknown adapter registered.
 
         A version that the registry does not have any more, or cannot be asked for, is the one resolved here before.
 

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 _HEX = re.compile(r"[0-9a-f]{64}")
 _PREFIX = "sha256:"
 BUSY_RETRY_SECONDS = 1.0
+PINNED_RETRY_SECONDS = 5.0  # nothing tells when somebody lets go
 _NO_FOLDER = (errno.ENOTDIR, errno.EACCES, errno.ELOOP)
 
 
@@ -166,10 +167,23 @@ class DiskCache:
     def _victims(self, nbytes: int) -> list[str]:
         victims, over = self._idle(sum(self._sizes.values()) + self._reserved + nbytes - self._budget)
         if over > 0 and nbytes:
+            self._check_beside_pins(nbytes)
             message = f"the disk cache has no room for {nbytes} bytes beside the adapters in use and the pinned ones"
             raise AdapterMemory(message, metadata={"tier": "disk"}, retry_after=BUSY_RETRY_SECONDS)
         self._forget(victims)
         return victims
+
+    def _check_beside_pins(self, nbytes: int) -> None:
+        """Raise if it is the pinned ones that leave no room: they stay until somebody lets one go."""
+        pinned = sum(size for digest, size in self._sizes.items() if digest in self._kept)
+        if pinned + nbytes > self._budget:
+            raise AdapterMemory(
+                f"the files of pinned adapters leave no room for {nbytes} bytes in the disk cache of {self._budget}; "
+                "`loraplex adapter update NAME --residency on-demand`, or `loraplex adapter unload NAME` of what "
+                "LoadAdapter pinned, lets one go (`loraplex status` shows which), or raise --disk-bytes",
+                metadata={"tier": "disk"},
+                retry_after=PINNED_RETRY_SECONDS,
+            )
 
     def _forget(self, victims: list[str]) -> None:
         self.num_evicted += len(victims)

@@ -33,7 +33,9 @@ class Resolver(Protocol):
     @property
     def heard_at(self) -> float | None: ...
 
-    async def resolve(self, reference: str, choice_key: str = "") -> ResolvedVersion: ...
+    async def resolve(
+        self, reference: str, choice_key: str = "", *, registered_only: bool = False
+    ) -> ResolvedVersion: ...
 
 
 class AdapterLoader:
@@ -136,7 +138,7 @@ class AdapterLoader:
         return "disk" if self._tiers.disk.has(digest) else "source"
 
     async def resolve(self, reference: str) -> str:
-        """The digest that a canonical reference means; nothing is fetched or staged.
+        """The digest that a canonical reference means; nothing is fetched or staged, and no unknown adapter registered.
 
         Where the registry has no answer, a version or digest that was resolved here before still means itself: what
         is deleted there may well be loaded here.
@@ -145,16 +147,16 @@ class AdapterLoader:
             LoraplexError: what the registry has against it.
         """
         try:
-            return (await self._resolve(reference)).digest
+            return (await self._resolve(reference, registered_only=True)).digest
         except LoraplexError:
             if (digest := self._known.digest_of(reference)) is None:
                 raise
             return digest
 
-    async def _resolve(self, reference: str, choice_key: str = "") -> ResolvedVersion:
+    async def _resolve(self, reference: str, choice_key: str = "", *, registered_only: bool = False) -> ResolvedVersion:
         try:
             with self.counters.timed("resolve"):
-                return await self._registry.resolve(reference, choice_key)
+                return await self._registry.resolve(reference, choice_key, registered_only=registered_only)
         except LoraplexError as error:
             self.counters.failures[error.reason] += 1
             raise

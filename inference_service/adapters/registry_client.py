@@ -58,7 +58,7 @@ class RegistryClient:
     """One channel to the registry. Create it inside a running event loop.
 
     Args:
-        address: host:port, or a gRPC target URI.
+        address: host:port, or another of gRPC's targets (`shared.targets`).
         base_model: What adapters must be for.
         identity: How this replica shows the registry who it is.
         max_stale: Seconds since it was given for which an answer serves while the registry is unreachable.
@@ -84,9 +84,8 @@ class RegistryClient:
         self._base_model = base_model
         self._max_stale = max_stale
         self._clock = clock
-        target = address if "://" in address or address.startswith("unix:") else f"dns:///{address}"
         options = (("grpc.keepalive_time_ms", int(1e3 * keepalive)), *_CHANNEL_OPTIONS)
-        self._channel = open_channel(target, identity, options, interceptors)
+        self._channel = open_channel(address, identity, options, interceptors)
         self._stub = AdapterRegistryServiceStub(self._channel)
         self._saved = saved
         self._answers = Answers(max_stale, clock, saved)
@@ -127,9 +126,10 @@ class RegistryClient:
             self._came_back.set()
         return response
 
-    async def resolve(self, reference: str, choice_key: str = "") -> ResolvedVersion:
+    async def resolve(self, reference: str, choice_key: str = "", *, registered_only: bool = False) -> ResolvedVersion:
         """The version that the canonical `reference` means now, chosen by `choice_key` where there are several.
 
+        With `registered_only` the registry does not look for an unknown adapter where its namespace's settings say.
         Whoever finds an answer expired or changed waits a moment for a new one and then takes the old one, if it is
         young enough; while the registry is unreachable, it is taken at once. The new one arrives in the background.
         Where this process has never had an answer, that of a process before it counts, as an old one.
@@ -143,11 +143,11 @@ class RegistryClient:
             return answer.resolution.choose(choice_key)
         stale = answer if answer is not None and self._answers.may_serve(answer) else None
         if stale is not None and self._is_down:
-            self._refresh_soon(reference)
+            self._refresh_soon(reference, registered_only)
             return stale.resolution.choose(choice_key)
         try:
             async with asyncio.timeout(None if stale is None else PATIENCE):
-                resolution = await self._flight(reference)
+                resolution = await self._flight(reference, registered_only=registered_only)
         except (RegistryUnavailable, *NOT_YET, TimeoutError) as error:
             if stale is None and isinstance(error, RegistryUnavailable):
                 stale = await self._earlier(reference)
@@ -172,10 +172,10 @@ class RegistryClient:
         answer = self._answers.find(reference)
         return answer if answer is not None and self._answers.may_serve(answer) else None
 
-    def _refresh_soon(self, reference: str) -> None:
+    def _refresh_soon(self, reference: str, registered_only: bool) -> None:
         async def refresh() -> None:
             try:
-                await self._flight(reference)
+                await self._flight(reference, registered_only=registered_only)
             except LoraplexError as error:
                 log.debug("refreshing %s: %s", reference, error)
 
@@ -183,16 +183,16 @@ class RegistryClient:
         self._refreshes.add(task)
         task.add_done_callback(self._refreshes.discard)
 
-    async def _flight(self, reference: str) -> Resolution:
+    async def _flight(self, reference: str, *, registered_only: bool = False) -> Resolution:
         """A new answer; neither one that was asked for before the last change nor a failure of then."""
         revision = self._answers.required_revision(reference)
-        key = f"{reference} {revision} {self._answers.era}"
-        return await self._flights.run(key, lambda: self._ask(reference, revision))
+        key = f"{reference} {revision} {self._answers.era} {registered_only}"
+        return await self._flights.run(key, lambda: self._ask(reference, revision, registered_only))
 
-    async def _ask(self, reference: str, min_revision: int) -> Resolution:
+    async def _ask(self, reference: str, min_revision: int, registered_only: bool) -> Resolution:
         asked_at = self._clock()
         try:
-            response = await self._call(reference, min_revision)
+            response = await self._call(reference, min_revision, registered_only)
             resolution = read_resolution(response, reference, self._base_model)
         except (RegistryUnavailable, *NOT_YET):
             raise
@@ -203,9 +203,14 @@ class RegistryClient:
         self._answers.put(reference, answer, response.SerializeToString())
         return resolution
 
-    async def _call(self, reference: str, min_revision: int) -> registry_pb2.ResolveAdapterResponse:
+    async def _call(
+        self, reference: str, min_revision: int, registered_only: bool
+    ) -> registry_pb2.ResolveAdapterResponse:
         request = registry_pb2.ResolveAdapterRequest(
-            reference=reference, base_model=self._base_model.id, min_revision=min_revision
+            reference=reference,
+            base_model=self._base_model.id,
+            min_revision=min_revision,
+            registered_only=registered_only,
         )
         try:
             response = await self._stub.ResolveAdapter(request, timeout=CALL_TIMEOUT)

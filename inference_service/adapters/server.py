@@ -77,7 +77,7 @@ class AdapterServer:
             case AwaitResidency():
                 self._start(self._await_residency(identity, message))
             case Acquire():
-                task = self._start(self._acquire(identity, message.digest))
+                task = self._start(self._acquire(identity, message))
                 self._acquires.add(task)
                 task.add_done_callback(self._acquires.discard)
             case Release():
@@ -135,16 +135,17 @@ class AdapterServer:
             log.warning("not every adapter that is wanted here came in time", extra={"seconds": message.seconds})
         await self._send(identity, Reply(message.call_id))
 
-    async def _acquire(self, identity: bytes, digest: str) -> None:
+    async def _acquire(self, identity: bytes, message: Acquire) -> None:
+        digest, session = message.digest, message.session
         try:
             blob = await self._loader.acquire(digest)
         except LoraplexError as error:
-            await self._send(identity, AcquireFailed(digest, error.record()))
+            await self._send(identity, AcquireFailed(digest, error.record(), session))
             return
         except Exception as error:
-            await self._send(identity, AcquireFailed(digest, unforeseen(error, digest).record()))
+            await self._send(identity, AcquireFailed(digest, unforeseen(error, digest).record(), session))
             return
-        if not await self._send(identity, Acquired(digest, blob.offset, blob.layout)):
+        if not await self._send(identity, Acquired(digest, blob.offset, blob.layout, session)):
             self._loader.release(digest)
 
     async def _send(self, identity: bytes, message: msgspec.Struct) -> bool:

@@ -207,11 +207,17 @@ class Engine:
         return self._outbox.setdefault(client, StepOutput())
 
 
+_TOO_LARGE = (
+    "its numbers overflow on this prompt: set lora_alpha as in training (in a blend, smaller weights), or register a "
+    "checkpoint from before training diverged"
+)
+
+
 def _not_finite(request: Request) -> LoraplexError:
     """Why a request has no next token: an adapter's finite weights can still overflow."""
     digest = request.spec.adapter_digest
     if digest is not None:
-        return AdapterInvalid("the adapter's output is not finite", metadata={"digest": digest})
+        return AdapterInvalid(f"the adapter's output is not finite; {_TOO_LARGE}", metadata={"digest": digest})
     error = _internal()
     log.error("%s: the base model's output is not finite", error.message)
     return error

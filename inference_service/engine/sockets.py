@@ -1,6 +1,7 @@
 """The engine's two sockets: to the API processes, and to the adapter process."""
 
 import logging
+import secrets
 
 import msgspec
 import zmq
@@ -73,7 +74,7 @@ class AdapterSocket:
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.socket.connect(address)
-        self.socket.send(encode(EngineStarted()))
+        self._session = self._start_session()
         self.held: set[str] = set()
         self.was_lost = False
         self.is_connected = False
@@ -83,7 +84,7 @@ class AdapterSocket:
         """Ask for a blob; `receive` has the answer."""
         self._unanswered[digest] = None
         if not self.was_lost:
-            self.socket.send(encode(Acquire(digest)))
+            self.socket.send(encode(Acquire(digest, self._session)))
 
     def release(self, digest: str) -> None:
         """Give a blob back."""
@@ -96,17 +97,22 @@ class AdapterSocket:
         while self.monitor.poll(0):
             self.is_connected = parse_monitor_message(self.monitor.recv_multipart())["event"] != zmq.EVENT_DISCONNECTED
             self.was_lost = self.was_lost or not self.is_connected
-        try:
-            message = decode_adapter_response(self.socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return None
-        if self.was_lost:
-            return None  # of the old process: its blobs are void
+        while self.socket.poll(0):
+            message = decode_adapter_response(self.socket.recv())
+            if not self.was_lost and not self._is_void(message):
+                self._note(message)
+                return message
+        return None
+
+    def _is_void(self, message: AdapterResponse) -> bool:
+        """Whether it answers what was asked of the process before, and reached this one ahead of `EngineStarted`."""
+        return isinstance(message, Acquired | AcquireFailed) and message.session != self._session
+
+    def _note(self, message: AdapterResponse) -> None:
         if isinstance(message, Acquired | AcquireFailed):
             self._unanswered.pop(message.digest, None)
         if isinstance(message, Acquired):
             self.held.add(message.digest)
-        return message
 
     def start_anew(self) -> None:
         """Tell a new adapter process that no blob is in use, and ask it for what its predecessor did not answer."""
@@ -115,6 +121,10 @@ class AdapterSocket:
         while self.socket.poll(0):
             self.socket.recv()
         self.was_lost = False
-        self.socket.send(encode(EngineStarted()))
+        self._session = self._start_session()
         for digest in self._unanswered:
-            self.socket.send(encode(Acquire(digest)))
+            self.socket.send(encode(Acquire(digest, self._session)))
+
+    def _start_session(self) -> str:
+        self.socket.send(encode(EngineStarted()))
+        return secrets.token_hex(8)

@@ -14,6 +14,10 @@ class Pins:
     def __contains__(self, digest: str) -> bool:
         return any(digest in digests for digests in self._of.values())
 
+    def owners(self, digest: str) -> tuple[PinOwner, ...]:
+        """Whom it stays for."""
+        return tuple(owner for owner, digests in self._of.items() if digest in digests)
+
     def add(self, digest: str, owner: PinOwner) -> None:
         """It is to stay."""
         self._of[owner].add(digest)
@@ -24,7 +28,7 @@ class Pins:
             digests.discard(digest)
 
     def keep(self, owner: PinOwner, digests: Set[str]) -> list[str]:
-        """End the owner's pins but those of `digests`. Returns what is not pinned any more."""
+        """End the owner's pins but those of `digests`. Returns those that ended."""
         ended = self._of[owner] - digests
         self._of[owner] &= digests
-        return [digest for digest in ended if digest not in self]
+        return list(ended)

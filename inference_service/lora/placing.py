@@ -67,7 +67,8 @@ class Placing:
         blob, slots = adapter.blob, self._table.slots
         assert blob is not None
         try:
-            room = slots.reserve(adapter.digest, blob.layout, adapter.digest in self._pins, adapter.tenant)
+            pinned_by = self._pins.owners(adapter.digest)
+            room = slots.reserve(adapter.digest, blob.layout, pinned_by, adapter.tenant)
         except LoraplexError as error:
             self.waiting.remove(adapter)
             adapter.refused = blob.layout

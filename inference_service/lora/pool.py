@@ -190,14 +190,14 @@ class AdapterPool:
         if digest in self._adapters:
             self._adapters[digest].is_ordered = True
         if pinned and self._slots.find(digest) is not None:
-            self._slots.set_pinned(digest, True)
+            self._slots.set_pins(digest, self._pins.owners(digest))
         return state
 
     def keep_pins(self, owner: PinOwner, digests: Set[str]) -> None:
         """End the owner's pins but those of `digests`; what was pinned for nobody else may be evicted from now on."""
         for digest in self._pins.keep(owner, digests):
             if self._slots.find(digest) is not None:
-                self._slots.set_pinned(digest, False)
+                self._slots.set_pins(digest, self._pins.owners(digest))
 
     def begin_unload(self, digest: str) -> AdapterState | None:
         """Let an adapter go, pinned or not: no new references, and it is freed with the last one.
@@ -210,7 +210,7 @@ class AdapterPool:
         if adapter is None:
             return None
         if self._slots.find(digest) is not None:
-            self._slots.set_pinned(digest, False)
+            self._slots.set_pins(digest, ())
         if adapter.state is AdapterState.READY:
             adapter.state = AdapterState.DRAINING
             if not self._references(digest):
@@ -232,7 +232,7 @@ class AdapterPool:
     def residents(self) -> list[ResidentAdapter]:
         """Every adapter that steps can use, least recently used first. `active_requests`: its references."""
         return [
-            ResidentAdapter(r.digest, r.nbytes, r.rank, r.pinned, r.references)
+            ResidentAdapter(r.digest, r.nbytes, r.rank, r.pinned_by, r.references)
             for r in self._slots.residents()
             if self._adapters[r.digest].state is not AdapterState.COPYING
         ]
@@ -302,9 +302,11 @@ class AdapterPool:
             self._evicted_in_need.add(digest)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless slots and states agree. For tests and idle moments."""
+        """Raise AssertionError unless slots, states and pins agree. For tests and idle moments."""
         self._table.check_integrity()
         self._placing.check_integrity()
+        for resident in self._slots.residents():
+            assert resident.pinned_by == self._pins.owners(resident.digest), "a resident's pins are not its pins"
         acquiring = [a for a in self._adapters.values() if a.state is AdapterState.ACQUIRING]
         assert len(acquiring) == self._num_acquiring, "adapters that are acquired are miscounted"
 

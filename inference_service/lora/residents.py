@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from inference_service.lora.gaps import Range
+from inference_service.types import PinOwner
 
 
 class Handle(NamedTuple):
@@ -61,7 +62,8 @@ class StaleHandle(LookupError):
 class Resident:
     """One adapter in a slot. `ranges`: its chunks in the arena. `references`: whoever may not lose it.
 
-    `owner`: the tenant whose requests brought it, or "". `is_arriving`: its bytes are on their way and cannot be moved.
+    `pinned_by`: whom it stays for. `owner`: the tenant whose requests brought it, or "".
+    `is_arriving`: its bytes are on their way and cannot be moved.
     """
 
     digest: str
@@ -69,7 +71,7 @@ class Resident:
     ranges: tuple[Range, ...]
     rank: int
     references: int
-    pinned: bool
+    pinned_by: tuple[PinOwner, ...]
     owner: str = ""
     is_arriving: bool = True
 
@@ -77,6 +79,11 @@ class Resident:
     def nbytes(self) -> int:
         """Arena bytes it takes."""
         return length(self.ranges)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it stays."""
+        return bool(self.pinned_by)
 
     @property
     def is_evictable(self) -> bool:

@@ -15,7 +15,7 @@ from inference_service.lora.gaps import Range, coalesce, fit, round_up, without
 from inference_service.lora.limits import SlotLimits
 from inference_service.lora.residents import Evicted, Handle, Move, Placement, Resident, Room, StaleHandle, length
 from inference_service.lora.victims import Shortage, choose_victims
-from inference_service.types import BlobLayout
+from inference_service.types import BlobLayout, PinOwner
 from shared.errors import AdapterMemory, TenantQuota
 
 
@@ -26,7 +26,6 @@ class SlotTable:
         num_slots: How many adapters can be resident at once.
         arena_bytes: Size of the arena; what is beyond the last whole unit stays unused.
         move_bytes: How many bytes one `reserve` may move; at least one chunk, whatever its size.
-        retry_after: Seconds that `AdapterMemory` tells the caller to wait when pins are in the way.
         owner_bytes: Of the adapters of one owner; 0 for all there are.
     """
 
@@ -35,7 +34,6 @@ class SlotTable:
         num_slots: int,
         arena_bytes: int,
         move_bytes: int = 64 << 20,
-        retry_after: float = 5.0,
         owner_bytes: int = 0,
     ) -> None:
         self.num_slots = num_slots
@@ -45,7 +43,7 @@ class SlotTable:
         # Grows whenever the answer to a load that waits for room may have changed.
         self.changes = 0
         self._end = arena_bytes - arena_bytes % round_up(1)
-        self._limits = SlotLimits(num_slots, self._end, retry_after, owner_bytes)
+        self._limits = SlotLimits(num_slots, self._end, owner_bytes)
         self._gaps = coalesce([Range(0, self._end)])
         self._residents: dict[str, Resident] = {}  # least recently used first
         self._by_slot: dict[int, Resident] = {}
@@ -54,7 +52,7 @@ class SlotTable:
         self._wanted: Set[str] = frozenset()
         self._compacting_for: str | None = None  # has slot and bytes, though in pieces; nobody else may take them
 
-    def reserve(self, digest: str, layout: BlobLayout, pinned: bool = False, owner: str = "") -> Room:
+    def reserve(self, digest: str, layout: BlobLayout, pinned_by: tuple[PinOwner, ...] = (), owner: str = "") -> Room:
         """A slot and bytes for an adapter, evicting and moving others where needed. What its owner has too much of
         goes first.
 
@@ -62,7 +60,7 @@ class SlotTable:
         move for one adapter, others must wait, until it is placed or given up.
 
         Raises:
-            AdapterMemory: it is larger than the arena (no retry helps), or pinned adapters leave too little room.
+            AdapterMemory: it is larger than the arena, or pinned adapters leave too little room.
             TenantQuota: it is larger than its owner's adapters may be together.
         """
         if digest in self._residents:
@@ -85,7 +83,7 @@ class SlotTable:
             return Room(evicted, moves)
         self.give_up(digest)
         offsets, self._gaps = found
-        return Room(evicted, moves, self._place(digest, layout.rank, offsets, sizes, pinned, owner))
+        return Room(evicted, moves, self._place(digest, layout.rank, offsets, sizes, pinned_by, owner))
 
     def give_up(self, digest: str) -> None:
         """The adapter that room may have been made for is not to be placed."""
@@ -143,9 +141,9 @@ class SlotTable:
         """Make a resident adapter the most recently used."""
         self._residents[digest] = self._residents.pop(digest)
 
-    def set_pinned(self, digest: str, pinned: bool) -> None:
-        """Protect a resident adapter from eviction, or no longer."""
-        self._residents[digest].pinned = pinned
+    def set_pins(self, digest: str, pinned_by: tuple[PinOwner, ...]) -> None:
+        """Protect a resident adapter from eviction for these, or no longer."""
+        self._residents[digest].pinned_by = pinned_by
         self.changes += 1
 
     def free(self, handle: Handle) -> None:
@@ -236,8 +234,7 @@ class SlotTable:
 
     def _check(self, needed: int, owner: str) -> None:
         """Raise if `needed` bytes could not be had even with every unpinned adapter gone."""
-        pinned = [resident.nbytes for resident in self._residents.values() if resident.pinned]
-        self._limits.check_possible(needed, pinned)
+        self._limits.check_possible(needed, [resident for resident in self._residents.values() if resident.pinned])
         self._limits.check_owner(needed, owner)
 
     def _evict_for(self, needed: int, owner: str) -> tuple[Evicted, ...] | None:
@@ -291,14 +288,20 @@ class SlotTable:
         return moves
 
     def _place(
-        self, digest: str, rank: int, offsets: tuple[int, ...], sizes: list[int], pinned: bool, owner: str
+        self,
+        digest: str,
+        rank: int,
+        offsets: tuple[int, ...],
+        sizes: list[int],
+        pinned_by: tuple[PinOwner, ...],
+        owner: str,
     ) -> Placement:
         slot = heapq.heappop(self._free_slots)
         self._generations[slot] += 1
         handle = Handle(slot, self._generations[slot])
         ranges = tuple(Range(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-        self._residents[digest] = self._by_slot[slot] = Resident(digest, handle, ranges, rank, 1, pinned, owner)
-        self.changes += pinned
+        self._residents[digest] = self._by_slot[slot] = Resident(digest, handle, ranges, rank, 1, pinned_by, owner)
+        self.changes += bool(pinned_by)
         return Placement(handle, offsets)
 
     def _drop(self, resident: Resident) -> None:

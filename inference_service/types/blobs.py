@@ -77,9 +77,14 @@ class EngineStarted(msgspec.Struct, tag=True, frozen=True):
 
 
 class Acquire(msgspec.Struct, tag=True, frozen=True):
-    """The engine wants the blob of `digest`; the adapter process holds it in the host arena until `Release`."""
+    """The engine wants the blob of `digest`; the adapter process holds it in the host arena until `Release`.
+
+    `session`: what the engine calls the time since its last `EngineStarted`. The answer repeats it: one from before
+    speaks of a blob that nobody holds any more.
+    """
 
     digest: str
+    session: str = ""
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
@@ -92,8 +97,10 @@ class Acquired(msgspec.Struct, tag=True, frozen=True):
     digest: str
     host_offset: int
     layout: BlobLayout
+    session: str = ""
 
 
 class AcquireFailed(msgspec.Struct, tag=True, frozen=True):
     digest: str
     error: ErrorRecord
+    session: str = ""

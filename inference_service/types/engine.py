@@ -160,5 +160,10 @@ class ResidentAdapter(msgspec.Struct, frozen=True):
     digest: str
     size_bytes: int
     rank: int
-    pinned: bool
+    pinned_by: tuple[PinOwner, ...]
     active_requests: int
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it stays, for whomever."""
+        return bool(self.pinned_by)

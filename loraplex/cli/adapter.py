@@ -266,7 +266,7 @@ def delete(
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
-    """Delete an adapter. Requests for it fail from now on; running ones finish. `undelete` brings it back."""
+    """Delete an adapter. New requests fail within a second, running ones finish. `undelete` brings it back."""
     target = parsed_adapter(adapter)
     name = written(target)
     if not yes and sys.stdin.isatty():

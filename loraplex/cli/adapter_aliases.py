@@ -39,7 +39,7 @@ def add_commands(app: typer.Typer) -> None:
 def alias(
     reference: Annotated[str, typer.Argument(help="[NAMESPACE/]ADAPTER@ALIAS")],
     versions: Annotated[
-        list[str] | None, typer.Argument(metavar="[VERSION[:WEIGHT]]…", help="Several share the requests by weight.")
+        list[str] | None, typer.Argument(metavar="VERSION[:WEIGHT]", help="Several share the requests by weight.")
     ] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Take the alias away.")] = False,
     json: Json = False,

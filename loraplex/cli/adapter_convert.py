@@ -1,5 +1,6 @@
 """`loraplex adapter convert`: repair an adapter that was trained against a modified base model."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ def add_commands(app: typer.Typer) -> None:
 
 def convert(
     folder: Annotated[Path, typer.Argument(metavar="SOURCE", help="Folder of the adapter, as PEFT saved it.")],
-    base: Annotated[Path, typer.Option(help="Folder of the base model that it was trained on.")],
+    base: Annotated[Path, typer.Option(help="Folder of the base model that it was trained on, on this machine.")],
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
     register_as: Annotated[
         str, typer.Option("--register", metavar="ADAPTER", help="Register the result as a version of this adapter.")
@@ -43,6 +44,7 @@ def convert(
         parsed_adapter(register_as)
     if bool(register_as) != bool(source):
         raise typer.BadParameter("--register and --source need each other", param_hint="--register")
+    _check_base(base)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("linears", total=None)
@@ -56,3 +58,12 @@ def convert(
     if register_as:
         base_id = base_model or default_id(str(base.resolve()))
         register(register_as, base_id, source, alias, [], registry=registry)
+
+
+def _check_base(base: Path) -> None:
+    """Raises typer.BadParameter unless a base model may lie there."""
+    if os.path.isfile(base / "config.json"):  # noqa: PTH113  # Path.is_file raises for a name that is too long
+        return
+    problem = "holds no config.json" if os.path.isdir(base) else "is not a folder on this machine"  # noqa: PTH112
+    message = f"{base} {problem}; give the local folder of the base model, a Hub id is not downloaded"
+    raise typer.BadParameter(message, param_hint="--base")

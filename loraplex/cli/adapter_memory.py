@@ -47,7 +47,10 @@ def unload(
     json: Json = False,
     server: ServerAddress = DEFAULT_SERVER,
 ) -> None:
-    """Unload an adapter from one replica. Returns when its memory is free."""
+    """Unload an adapter from one replica. Returns when its memory is free.
+
+    Adapters with the same content share it, so it is taken from all of them.
+    """
     request = control_pb2.UnloadAdapterRequest(adapter=qualified(reference), force=force)
     with console.status("draining"):
         response = run(lambda c: c.call(c.control.UnloadAdapter(request)), server=server)
@@ -55,4 +58,10 @@ def unload(
         return print_json(response)
     freed = [(response.device_bytes, "device"), (response.host_bytes, "host memory")]
     where = [f"{megabytes(size)} of {place}" for size, place in freed if size]
-    return typer.echo(f"unloaded: {reference}, freed: {', '.join(where) or 'nothing'}")
+    typer.echo(f"unloaded: {reference}, freed: {', '.join(where) or 'nothing'}")
+    if where and response.shared_with:
+        others = ", ".join(map(short_version, response.shared_with))
+        typer.echo(f"also unloaded, for it is the same content: {others}")
+    if response.comes_back:
+        typer.echo("it comes back, for its residency is pinned: loraplex adapter update NAME --residency on-demand")
+    return None

@@ -1,6 +1,5 @@
 """`loraplex adapter update`: what an adapter's owner may change of it."""
 
-from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -20,20 +19,18 @@ from loraplex.cli.output import print_json, short_adapter
 from loraplex.client import Client
 from loraplex.registry.v1 import registry_pb2, resources_pb2
 
-
-class Residency(StrEnum):
-    """As people write it."""
-
-    on_demand = "on-demand"
-    preload = "preload"
-    pinned = "pinned"
-
-
+# As people write them.
 RESIDENCIES = {
-    Residency.on_demand: resources_pb2.Adapter.RESIDENCY_ON_DEMAND,
-    Residency.preload: resources_pb2.Adapter.RESIDENCY_PRELOAD,
-    Residency.pinned: resources_pb2.Adapter.RESIDENCY_PINNED,
+    "on-demand": resources_pb2.Adapter.RESIDENCY_ON_DEMAND,
+    "preload": resources_pb2.Adapter.RESIDENCY_PRELOAD,
+    "pinned": resources_pb2.Adapter.RESIDENCY_PINNED,
 }
+
+
+def _residency(text: str | None) -> str | None:
+    if text is not None and text not in RESIDENCIES:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(RESIDENCIES)}")
+    return text
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -49,7 +46,9 @@ def update(
     annotation: Annotated[list[str], typer.Option(help="Set K=V; repeatable.")] = [],  # noqa: B006
     remove_annotation: Annotated[list[str], typer.Option(help="Take annotation K away; repeatable.")] = [],  # noqa: B006
     default_alias: Annotated[str | None, typer.Option(help="What the name alone means; latest, or an alias.")] = None,
-    residency: Annotated[Residency | None, typer.Option(help="When replicas load it.")] = None,
+    residency: Annotated[
+        str | None, typer.Option(metavar="|".join(RESIDENCIES), help="When replicas load it.", callback=_residency)
+    ] = None,
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from loraplex.cli.adapter_update import RESIDENCIES, Residency
+from loraplex.cli.adapter_update import RESIDENCIES
 from loraplex.cli.adapters_file import AdapterEntry
 from loraplex.registry.v1 import resources_pb2
 
@@ -62,7 +62,7 @@ def fields(entry: AdapterEntry, adapter: resources_pb2.Adapter) -> dict[str, Any
         "labels": entry.labels,
         "annotations": entry.annotations,
         "default_alias": entry.default_alias,
-        "residency": None if entry.residency is None else RESIDENCIES[Residency(entry.residency)],
+        "residency": None if entry.residency is None else RESIDENCIES[entry.residency],
     }
     return {
         field: value

@@ -23,9 +23,8 @@ def register(
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
     """Make a base model known, before any replica serves it."""
-    request = registry_pb2.RegisterBaseModelRequest(
-        id=id or default_id(str(folder.resolve())), config_json=_config_json(folder)
-    )
+    config_json = _config_json(folder)  # first: a folder that cannot be read may have no real path either
+    request = registry_pb2.RegisterBaseModelRequest(id=id or default_id(str(folder.resolve())), config_json=config_json)
     response = run(lambda c: c.call(c.registry.RegisterBaseModel(request)), registry=registry)
     if json:
         return print_json(response.base_model)

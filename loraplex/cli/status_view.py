@@ -10,6 +10,7 @@ BAR_CELLS = 20
 _TIERS = ("gpu", "host", "disk", "source")
 _PHASES = ("resolve", "fetch", "pack", "prepare", "acquire", "place", "copy", "total")
 _LEVELS = {level: name.removeprefix("LEVEL_") for name, level in control_pb2.LoadedAdapter.Level.items()}
+_OWNERS = {owner: name.removeprefix("PIN_OWNER_") for name, owner in control_pb2.LoadedAdapter.PinOwner.items()}
 _LOAD_PHASES = {phase: name.removeprefix("PHASE_") for name, phase in control_pb2.LoadInFlight.Phase.items()}
 
 
@@ -157,9 +158,16 @@ def _adapter(adapter: control_pb2.LoadedAdapter) -> tuple[object, ...]:
         _LEVELS[adapter.level],
         adapter.rank,
         megabytes(adapter.size_bytes),
-        "yes" if adapter.pinned else "no",
+        _pinned(adapter),
         adapter.active_requests,
     )
+
+
+def _pinned(adapter: control_pb2.LoadedAdapter) -> str:
+    """Whether it is, and by whom; replicas of before do not say by whom."""
+    if adapter.pinned_by:
+        return f"by {', '.join(_OWNERS[owner].lower() for owner in adapter.pinned_by)}"
+    return "yes" if adapter.pinned else "no"
 
 
 def _tier(usage: control_pb2.TierUsage, held: str) -> tuple[object, ...]:

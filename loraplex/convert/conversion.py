@@ -16,7 +16,7 @@ from loraplex.convert.tensors import read_tensor, write_tensors
 from shared.adapter_format.binding import ModuleBinding
 from shared.adapter_format.files import CONFIG, WEIGHTS
 from shared.adapter_format.header import TensorInfo, read_header_of
-from shared.base_model import linear_shapes, parse_config
+from shared.base_model import ModelConfig, linear_shapes, parse_config
 from shared.base_weights import checkpoint_files
 from shared.errors import AdapterInvalid, InvalidArgument
 from shared.model_folder import load_raw_config
@@ -55,7 +55,7 @@ def convert(source: Path, base: Path, out: Path, on_module: Callable[[int, int],
     """
     if out.exists():
         raise InvalidArgument.of("out", f"{out} exists already")
-    model = parse_config(load_raw_config(base))
+    model = _model(base)
     adapter = read_adapter(source, model)
     weights = _linears(base, linear_shapes(model))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -70,6 +70,14 @@ def convert(source: Path, base: Path, out: Path, on_module: Callable[[int, int],
         folder.rename(out)
     rank = 2 * max(module.rank for module in adapter.modules)
     return Conversion(adapter.method, len(adapter.modules), rank, tuple(warnings))
+
+
+def _model(base: Path) -> ModelConfig:
+    try:
+        return parse_config(load_raw_config(base))
+    except InvalidArgument as error:
+        problem = f"{base} must be a folder on this machine with the base model; {error.message}"
+        raise InvalidArgument.of("base", problem) from None
 
 
 def _linears(base: Path, shapes: dict[str, tuple[int, int]]) -> dict[str, tuple[Path, TensorInfo]]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
-from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, text
@@ -20,16 +19,13 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from registry_service.database import configure_sqlite, driver_url, is_sqlite
 from registry_service.migrations.online import build_indexes
+from registry_service.migrations.revisions import SchemaOutdated, known_revision
 from shared.errors import InvalidArgument, RegistryUnavailable
 
 _NO_DATABASE = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 _LOCK_KEY = 0x6C6F7261  # any number, the same for every registry
 # alembic keeps its context in module globals.
 _alembic = threading.Lock()
-
-
-class SchemaOutdated(Exception):
-    """The database's schema is not the one that this code was written for."""
 
 
 def upgrade(url: str, revision: str = "head") -> None:
@@ -48,6 +44,7 @@ def upgrade(url: str, revision: str = "head") -> None:
         with _engine(url) as engine:
             build_indexes(engine, _script(), revision)
     with _alembic, _connection(url) as connection:
+        known_revision(connection, _script())
         command.upgrade(_config(connection), revision)
 
 
@@ -70,13 +67,16 @@ def check(url: str) -> None:
 
 def check_connection(connection: Connection) -> None:
     """As `check`, in a transaction that there is."""
-    found, wanted = MigrationContext.configure(connection).get_current_revision(), head()
-    if found != wanted:
-        state = f"at revision {found}" if found else "without tables"
-        raise SchemaOutdated(
-            f"the database is {state}, this registry needs {wanted}: run `loraplex registry migrate` with the same "
-            "--database"
-        )
+    found = known_revision(connection, _script())
+    if found != head():
+        raise _not_migrated(f"at revision {found}" if found else "without tables")
+
+
+def _not_migrated(state: str) -> SchemaOutdated:
+    return SchemaOutdated(
+        f"the database is {state}, this registry needs {head()}: run `loraplex registry migrate` with the same "
+        "--database"
+    )
 
 
 def head() -> str:
@@ -97,11 +97,14 @@ def new_epoch(url: str) -> str:
 
     Raises:
         InvalidArgument: there is no SQLite database at that path.
+        SchemaOutdated: a newer version of the registry has written it, or it has no tables.
         RegistryUnavailable: no database answers.
     """
     require_database(url)
     epoch = str(uuid.uuid4())
     with _connection(url) as connection:
+        if known_revision(connection, _script()) is None:
+            raise _not_migrated("without tables")
         connection.execute(text("UPDATE registry_state SET epoch = :epoch"), {"epoch": epoch})
     return epoch
 

@@ -7,9 +7,10 @@ stands right before a migration with `INDEXES` gets them here; the migration the
 import logging
 import time
 
-from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, text
+
+from registry_service.migrations.revisions import known_revision
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +21,11 @@ _IS_INVALID = text("SELECT 1 FROM pg_index WHERE indexrelid = to_regclass(:name)
 
 
 def build_indexes(engine: Engine, script: ScriptDirectory, revision: str) -> None:
-    """Builds those of the next migration, if `revision` lies beyond the database's. One process does, others wait."""
+    """Builds those of the next migration, if `revision` lies beyond the database's. One process does, others wait.
+
+    Raises:
+        SchemaOutdated: the database is newer than `script`.
+    """
     with engine.connect() as waiting, waiting.begin(), engine.connect() as connection:
         _lock(waiting)
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
@@ -39,7 +44,7 @@ def _lock(waiting: Connection) -> None:
 
 
 def _next_indexes(connection: Connection, script: ScriptDirectory, revision: str) -> tuple[tuple[str, str], ...]:
-    current = MigrationContext.configure(connection).get_current_revision()
+    current = known_revision(connection, script)
     if current is None:
         return ()
     steps = list(script.iterate_revisions(revision, current))

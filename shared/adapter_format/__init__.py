@@ -1,8 +1,9 @@
 """PEFT LoRA adapter folders: config and safetensors header against a base model → binding plan, or the reason why not.
 
-files.py       which files of a folder make an adapter   (texts.py: a tokenizer and chat template beside them)
+files.py       which files of a folder make an adapter
+texts.py       a tokenizer and chat template beside them (text_checks.py: what of them can work; vocabulary.py)
 config.py      adapter_config.json → LoraConfig          (fields.py: every field and how it is treated; values.py)
-header.py      safetensors header → TensorInfo by name
+header.py      safetensors header → TensorInfo by name   (mistaken.py: what was saved in its place)
 binding.py     LoraConfig + tensors + ModelConfig → BindingPlan
   names.py       tensor names → sites of the model
   linears.py     LoRA on the layers' linears             (targets.py, overrides.py, pair.py; patterns.py)

@@ -1,5 +1,6 @@
 """adapter_config.json → LoraConfig."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +35,7 @@ def parse_adapter_config(raw: bytes | Mapping[str, Any]) -> LoraConfig:
         raw = parse_object(raw, CONFIG)
     _check_served(raw)
     values = {
-        key: field.read(key, raw[key] if raw.get(key) is not None else field.default)
+        key: field.read(key, raw[key] if raw.get(key) is not None else field.default)  # null, where PEFT loads it
         for key, field in FIELDS.items()
         if field.read is not None
     }
@@ -50,18 +51,30 @@ def _check_served(raw: Mapping[str, Any]) -> None:
     """Only LoRA, and no key that is refused or unknown with a value that means something."""
     if "peft_type" not in raw:
         raise key_invalid("peft_type", "is missing", "only LORA is served: name it, if the adapter is one")
-    if raw["peft_type"] != "LORA":
-        raise key_unsupported(
-            "peft_type",
-            f"{raw['peft_type']!r:.60} is not served, only LORA is; train a LoRA, or merge it into the base model and "
-            "register that as a base model",
-        )
+    _check_type(raw["peft_type"])
     for key, value in raw.items():
         field = FIELDS.get(key)
-        if field is None and not is_nothing(value):
-            raise key_unsupported(key, "is not a known field, and may change what the adapter computes; remove it")
-        if field and field.treatment == "refused" and not is_nothing(value) and value != field.default:
+        if field is None:
+            if not is_nothing(value):
+                raise key_unsupported(key, "is not a known field, and may change what the adapter computes; remove it")
+            continue
+        field.check_form(key, value)
+        if field.treatment == "refused" and not field.asks_for_nothing(value):
             raise key_unsupported(key, field.advice)
+
+
+def _check_type(value: Any) -> None:
+    if value == "LORA":
+        return
+    if not isinstance(value, str) or value.upper() == "LORA":
+        raise key_invalid(
+            "peft_type", f"is {json.dumps(value):.60}, which PEFT cannot load", 'write "LORA" if it is one'
+        )
+    raise key_unsupported(
+        "peft_type",
+        f"{value!r:.60} is not served, only LORA is; train a LoRA, or merge it into the base model and register that "
+        "as a base model",
+    )
 
 
 def _check_variants(config: LoraConfig) -> None:

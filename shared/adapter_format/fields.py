@@ -47,22 +47,24 @@ _GENERAL: Mapping[str, Field] = {
     "revision": informational(None),
     "inference_mode": informational(True),
     "runtime_config": informational(None),
-    "r": used(8, values.rank),
-    "lora_alpha": used(8, values.alpha),
-    "lora_dropout": informational(0.0),
+    "r": used(8, values.rank, is_nullable=False),
+    "lora_alpha": used(8, values.alpha, is_nullable=False),
+    "lora_dropout": informational(0.0, is_nullable=False),
     "target_modules": used(None, _target_modules),
     "exclude_modules": used(None, values.names_or_pattern),
     "use_rslora": used(False, values.flag),
     "layers_to_transform": used(None, _layers),
     "layers_pattern": used(None, _layers_pattern),
-    "rank_pattern": used({}, lambda key, value: values.pattern(key, value, values.rank)),
-    "alpha_pattern": used({}, lambda key, value: values.pattern(key, value, values.alpha_of_some)),
+    "rank_pattern": used({}, lambda key, value: values.pattern(key, value, values.rank), is_nullable=False),
+    "alpha_pattern": used({}, lambda key, value: values.pattern(key, value, values.alpha_of_some), is_nullable=False),
     "fan_in_fan_out": refused(False, "no served model stores its linears transposed; set it to false"),
     "layer_replication": refused(None, "the base model is not served with replicated layers; train without them"),
     "monteclora_config": refused(
         None, "it samples while it trains only: PEFT's save_as_lora, at the adapter's own rank, leaves the plain LoRA"
     ),
-    "arrow_config": refused(None, "Arrow routing is not served; register the adapters it routes between"),
+    "arrow_config": refused(
+        None, "Arrow routing is not served; register the adapters it routes between", is_group=True
+    ),
     "megatron_config": informational(None),
     "megatron_core": informational("megatron.core"),
 }

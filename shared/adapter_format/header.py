@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shared.adapter_format.mistaken import mistaken
 from shared.adapter_format.reasons import COPY_AGAIN, file_invalid, tensor_invalid
 from shared.adapter_format.strict_json import parse_object
 
@@ -50,8 +51,12 @@ def read_header(
         raise file_invalid(file, f"is truncated: {size} bytes", COPY_AGAIN)
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
-        raise file_invalid(file, f"has a header of {length} bytes; the limit is {MAX_HEADER_BYTES}", COPY_AGAIN)
+        raise mistaken(prefix, file) or file_invalid(
+            file, f"has a header of {length} bytes; the limit is {MAX_HEADER_BYTES}", COPY_AGAIN
+        )
     header = read(8, length) if 8 + length <= size else b""
+    if not header.startswith(b"{") and (wrong := mistaken(prefix, file)):
+        raise wrong
     if len(header) < length:
         raise file_invalid(file, f"is truncated: {size} bytes with a header of {length}", COPY_AGAIN)
     entries = parse_object(header, file)

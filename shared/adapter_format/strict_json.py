@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any, NoReturn
 
+from shared.adapter_format.mistaken import mistaken
 from shared.adapter_format.reasons import COPY_AGAIN, file_invalid
 
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -22,7 +23,8 @@ def parse_object(raw: bytes, file: str) -> dict[str, Any]:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise file_invalid(file, f"is not valid JSON: {reason:.200}", COPY_AGAIN) from None
+        wrong = mistaken(raw[:64], file, is_json=True)
+        raise wrong or file_invalid(file, f"is not valid JSON: {reason:.200}", COPY_AGAIN) from None
     if not isinstance(value, dict):
         raise file_invalid(file, "is not a JSON object", COPY_AGAIN)
     return value

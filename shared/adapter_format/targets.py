@@ -3,6 +3,8 @@
 The rules are those of PEFT's `check_target_module_exists`, on module names as PEFT sees them.
 """
 
+from collections.abc import Mapping
+
 from shared.adapter_format.lora_config import ALL_LINEAR, LoraConfig
 from shared.adapter_format.patterns import NamePattern, StepBudget
 
@@ -35,6 +37,22 @@ class Targets:
         if isinstance(self._target, frozenset) and name in self._target:
             return True  # named in full: layers_to_transform does not apply
         return self._matches(self._target, name) and self._is_in_layers(name, layer)
+
+    def key_to_blame(self, layers: Mapping[str, int | None]) -> str:
+        """The key that leaves none of these modules, whose layers are given and of which `promises` holds for none."""
+        named = [
+            name
+            for name, layer in layers.items()
+            if (layer is not None if self.is_all_linear else self._matches(self._target, name))
+        ]
+        if not named:
+            return "target_modules"
+        left = [name for name in named if not self._matches(self._exclude, name)]
+        if not left:
+            return "exclude_modules"
+        if all(any(saved.matches(name, self._budget) for saved in self._saved) for name in left):
+            return "modules_to_save"
+        return "layers_to_transform"
 
     def _is_in_layers(self, name: str, layer: int | None) -> bool:
         if self._layers is None:

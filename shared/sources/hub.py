@@ -6,6 +6,8 @@ Hub is trusted to redirect to its own stores, and its client sends the token to 
 
 import logging
 import re
+import threading
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 from urllib.parse import quote, unquote
@@ -23,7 +25,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, parse_r
 
 from shared.errors import InvalidArgument, LoraplexError, SourceForbidden, SourceNotFound, SourceUnavailable
 from shared.sources.credentials import DEFAULT
-from shared.sources.policy import Access
+from shared.sources.policy import Access, Patience
 from shared.sources.remote import Body, RemoteFile, extent, patiently, range_header, retry_after, status_error
 from shared.sources.resolver import URI_FIELD, PinnedSource
 
@@ -40,6 +42,38 @@ class _Place(NamedTuple):
     repo: str
     revision: str  # empty for the repository's default
     folder: str  # empty for the root
+
+
+def adapters_of(owner: str, patience: Patience = Patience()) -> list[str]:  # noqa: B008  # it is immutable
+    """Ids of the repositories of a user or organisation that the Hub takes for PEFT adapters, sorted.
+
+    Raises:
+        SourceNotFound, SourceForbidden, SourceUnavailable: the Hub does not list them (metadata `uri`).
+    """
+    uri = f"hf://{owner}"
+    metadata = {"uri": uri}
+
+    def ask() -> list[str]:
+        # HfApi's own listing cannot be told how often to try again, and writes of it to standard error.
+        found: list[str] = []
+        url: str | None = f"{constants.ENDPOINT}/api/models"
+        query: dict[str, str] | None = {"author": owner, "filter": "peft"}
+        timeout = httpx2.Timeout(patience.read, connect=patience.connect)
+        headers = build_hf_headers(library_name="loraplex")
+        try:
+            while url is not None:
+                response = get_session().get(url, params=query, headers=headers, timeout=timeout)
+                hf_raise_for_status(response)
+                found += [model["id"] for model in response.json()]
+                url, query = response.links.get("next", {}).get("url"), None  # which has the query in it
+        except (httpx2.HTTPError, HfHubHTTPError, OSError) as error:
+            raise _failure(error, uri, metadata) from None
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise SourceUnavailable(f"{uri}: the Hub's answer is malformed", metadata=metadata) from None
+        return sorted(found)
+
+    access = Access({}, None, (), lambda _: True, threading.Event(), patience)
+    return patiently(ask, access, metadata)
 
 
 class HubSource:
@@ -99,7 +133,7 @@ class HubSource:
                 info = api.model_info(self._place.repo, revision=revision or None, timeout=self._access.patience.read)
             except (httpx2.HTTPError, HfHubHTTPError, OSError) as error:
                 raise self._failed(error) from None
-            except (KeyError, TypeError, ValueError):
+            except (AttributeError, KeyError, TypeError, ValueError):
                 raise SourceUnavailable("the Hub's answer is malformed", metadata=self._metadata()) from None
             if not _COMMIT.fullmatch(info.sha or ""):
                 raise SourceUnavailable("the Hub does not tell the commit", metadata=self._metadata())
@@ -163,12 +197,17 @@ class HubSource:
             return SourceNotFound(f"{self._uri} has no revision {revision[:100]}", metadata=metadata)
         if isinstance(error, RemoteEntryNotFoundError):
             return SourceNotFound(f"{what} does not exist", metadata=metadata)
-        if isinstance(error, HfHubHTTPError):
-            return status_error(error.response.status_code, what, metadata, _wait(error.response))
-        return SourceUnavailable(f"{what}: the Hub is not reachable: {type(error).__name__}", metadata=metadata)
+        return _failure(error, what, metadata)
 
     def _metadata(self, name: str = "") -> dict[str, str]:
         return {"uri": self._uri, "file": name} if name else {"uri": self._uri}
+
+
+def _failure(error: Exception, what: str, metadata: Mapping[str, str]) -> LoraplexError:
+    """What any call of the Hub can fail of."""
+    if isinstance(error, HfHubHTTPError):
+        return status_error(error.response.status_code, what, metadata, _wait(error.response))
+    return SourceUnavailable(f"{what}: the Hub is not reachable: {type(error).__name__}", metadata=metadata)
 
 
 def _hides_it(error: Exception) -> bool:

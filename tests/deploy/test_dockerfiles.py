@@ -24,6 +24,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from deploy.k8s.access import GIVEN
 from deploy.k8s.builds import K8S, Build
 from deploy.k8s.dockerfile import Dockerfile
 from examples.stack import free_address
@@ -165,7 +166,10 @@ def test_it_starts_serves_and_drains_as_the_manifests_say(image: Image) -> None:
     addresses = {port: free_address() for port in re.findall(r'"0\.0\.0\.0:(\d+)"', config)}
     for port, address in addresses.items():
         config = config.replace(f"0.0.0.0:{port}", address)
-    toml.write_text(image.here(config))
+    config = image.here(config)
+    for mounted, folder in _secrets(image, pod).items():
+        config = config.replace(mounted, str(folder))
+    toml.write_text(config)
     here = {f"--config=/etc/loraplex/{name}.toml": f"--config={toml}"}
     for init in pod.get("initContainers", []):
         prepared = image.run(*[here.get(word, word) for word in init["args"]])
@@ -198,6 +202,21 @@ def _manifests(name: str) -> tuple[dict[str, Any], str, str]:
     (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "config"]
     config = found["ConfigMap", volume["configMap"]["name"]]["data"][f"{name}.toml"]
     return pod, config, found["ServiceMonitor", f"loraplex-{name}"]["spec"]["endpoints"][0]["path"]
+
+
+def _secrets(image: Image, pod: dict[str, Any]) -> dict[str, Path]:
+    """Folders in the place of the Secrets that the pod mounts, by where it does."""
+    contents = {"tokens.toml": f'[[tokens]]\nsubject = "x"\nsha256 = "{64 * "0"}"\nroles = ["replica"]\n', "token": "x"}
+    found = {}
+    (container,) = pod["containers"]
+    for volume in (volume for volume in pod["volumes"] if "secret" in volume):
+        folder = image.writable / "state" / volume["name"]
+        folder.mkdir()
+        for key in GIVEN[volume["secret"]["secretName"]]:
+            (folder / key).write_text(contents[key])
+        (path,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == volume["name"]]
+        found[path] = folder
+    return found
 
 
 def _replica_flags(image: Image, name: str) -> list[str]:

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.k8s.access import access_errors
 from deploy.k8s.builds import EXCLUSIVE, K8S, Build, BuildError, builds, components
 from deploy.k8s.policy import policy_errors
 from deploy.k8s.schemas import schema_errors
-from deploy.k8s.services import service_errors
+from deploy.k8s.services import running, service_errors
 from deploy.k8s.storage import storage_errors
 from deploy.k8s.validate import CHECKS, lint_errors, renaming_errors
 from deploy.k8s.wiring import wiring_errors
 
 Spoil = Callable[[dict[tuple[str, str], dict[str, Any]]], None]
 GPU = K8S / "overlays" / "gpu"
+TOKENS = "/etc/loraplex-tokens/tokens.toml"
 REGISTRY, INFERENCE = ("Deployment", "loraplex-registry"), ("Deployment", "loraplex-inference")
 
 
@@ -221,6 +223,14 @@ STORAGE: dict[str, tuple[str, Spoil]] = {
     "cpu": ("a GPU", lambda i: config(i, "inference", '"cuda"', '"cpu"')),
     "shm": ("/dev/shm", lambda i: volume(i, "shm")["emptyDir"].pop("medium")),
     "sqlite": ("embedded database", lambda i: container(i, REGISTRY).pop("env")),
+    "replica's token": (
+        "registry_token_file: /run/token is on no volume",
+        lambda i: config(i, "inference", "/etc/loraplex-replica-token/token", "/run/token"),
+    ),
+    "one node's volume": (
+        "loraplex-inference: the volume loraplex-models is one node's",
+        lambda i: spec(i, "PersistentVolumeClaim", "loraplex-models").update(accessModes=["ReadWriteOnce"]),
+    ),
 }
 
 WIRING: dict[str, tuple[str, Spoil]] = {
@@ -274,7 +284,50 @@ WIRING: dict[str, tuple[str, Spoil]] = {
     ),
 }
 
+ACCESS: dict[str, tuple[str, Spoil]] = {
+    "open replica": (
+        "anybody may call loraplex.inference.v1.InferenceService",
+        lambda i: config(i, "inference", "auth_token_file", "# auth_token_file"),
+    ),
+    "open registry": (
+        "anybody may call loraplex.registry.v1.AdapterRegistryService",
+        lambda i: config(i, "registry", "auth_token_file", "# auth_token_file"),
+    ),
+    "open to all": (
+        "NetworkPolicy loraplex-inference: lets in every namespace",
+        lambda i: i["Namespace", "loraplex"]["metadata"].update(annotations={"loraplex/callers": "anybody"}),
+    ),
+    "nameless replica": (
+        "the replica shows none",
+        lambda i: config(i, "inference", "registry_token_file", "# registry_token_file"),
+    ),
+    "key": (
+        "Secret loraplex-tokens has no tokens.jsonl",
+        lambda i: config(i, "inference", "tokens.toml", "tokens.jsonl"),
+    ),
+    "other's secret": (
+        "Secret loraplex-tokens has no token",
+        lambda i: volume(i, "replica-token")["secret"].update(secretName="loraplex-tokens"),
+    ),
+}
+
 TLS: dict[str, tuple[str, Spoil]] = {
+    "no client certificate": (
+        "registry_cert: the registry asks for a certificate",
+        lambda i: [drop_variable(container(i), f"REGISTRY_{name}") for name in ("CERT", "KEY")],
+    ),
+    "client's usage": (
+        "registry_cert: the certificate in Secret loraplex-replica-tls is not for client auth",
+        lambda i: spec(i, "Certificate", "loraplex-replica").update(usages=["digital signature", "server auth"]),
+    ),
+    "server's usage": (
+        "tls_cert: the certificate in Secret loraplex-inference-tls is not for server auth",
+        lambda i: spec(i, "Certificate").update(usages=["digital signature"]),
+    ),
+    "both": (
+        "one certificate for both sides",
+        lambda i: spec(i, "Certificate")["usages"].append("client auth"),
+    ),
     "health": ("no health_listen", lambda i: drop_variable(container(i), "HEALTH_LISTEN")),
     "name": ("no certificate is for", lambda i: spec(i, "Certificate", "loraplex-registry").update(dnsNames=["x"])),
     "plain client": ("go together", lambda i: drop_variable(container(i), "REGISTRY_CA")),
@@ -334,6 +387,72 @@ def test_what_is_read_and_written(words: str, spoil: Spoil) -> None:
 @pytest.mark.parametrize(("words", "spoil"), _cases(WIRING))
 def test_names_that_lead_nowhere(words: str, spoil: Spoil) -> None:
     _assert_refused(wiring_errors, ALL, words, spoil)
+
+
+@pytest.mark.parametrize(("words", "spoil"), _cases(ACCESS))
+def test_who_may_call(words: str, spoil: Spoil) -> None:
+    _assert_refused(access_errors, ALL, words, spoil)
+
+
+def test_the_services_know_their_callers_and_replicas_say_who_they_are() -> None:
+    configs = {each.container["name"]: each.config for each in running(built())}
+    assert configs["inference"].auth_token_file == configs["registry"].auth_token_file == TOKENS
+    assert configs["inference"].registry_token_file == "/etc/loraplex-replica-token/token"
+    mounted = {volume["secret"]["secretName"] for each in running(built()) for volume in secrets_of(each)}
+    assert mounted == {"loraplex-tokens", "loraplex-replica-token"}
+    assert not any(volume["secret"].get("optional") for each in running(built()) for volume in secrets_of(each))
+
+
+def secrets_of(each):
+    return [volume for volume in each.pod["volumes"] if "secret" in volume]
+
+
+def test_with_tls_a_replica_shows_the_registry_a_certificate_of_a_clients_own() -> None:
+    manifests = built("keda", "monitoring", "tls")
+    (replica,) = [each for each in running(manifests) if each.container["name"] == "inference"]
+    assert replica.config.registry_cert == "/etc/loraplex-replica-tls/tls.crt"
+    assert replica.config.registry_key == "/etc/loraplex-replica-tls/tls.key"
+    assert replica.config.tls_cert == "/etc/loraplex-tls/tls.crt"
+    usages = {i["spec"]["secretName"]: i["spec"].get("usages") for i in manifests if i["kind"] == "Certificate"}
+    server, client = ["digital signature", "server auth"], ["digital signature", "client auth"]
+    assert usages == {
+        "loraplex-ca": None,
+        "loraplex-registry-tls": server,
+        "loraplex-inference-tls": server,
+        "loraplex-replica-tls": client,
+        "loraplex-registry-client-tls": client,
+    }
+
+
+def test_for_trials_anybody_of_the_namespace_may_call() -> None:
+    manifests = dev()
+    assert [error for check in (access_errors, storage_errors, wiring_errors) for error in check(manifests)] == []
+    assert not any(each.config.auth_token_file for each in running(manifests))
+    assert not any(secrets_of(each) for each in running(manifests))
+    (policy,) = [i["spec"] for i in manifests if (i["kind"], _plain(i)) == ("NetworkPolicy", "loraplex-inference")]
+    assert [peer.keys() for rule in policy["ingress"] for peer in rule["from"]] == [{"podSelector"}]
+
+
+@pytest.mark.parametrize("workload", ["loraplex-registry", "loraplex-inference"])
+def test_pods_with_a_volume_of_one_node_stay_together(workload: str) -> None:
+    manifests = copy.deepcopy(dev())
+    (found,) = [i for i in manifests if i["kind"] == "Deployment" and i["metadata"]["name"] == workload]
+    term = found["spec"]["template"]["spec"]["affinity"]["podAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ][0]
+    for spoil in (
+        lambda: term.update(topologyKey="topology.kubernetes.io/zone"),
+        lambda: term.update(topologyKey="kubernetes.io/hostname", labelSelector={"matchLabels": {"a": "b"}}),
+        lambda: found["spec"]["template"]["spec"].pop("affinity"),
+    ):
+        spoil()
+        wanted = f"{workload}: the volume loraplex-models is one node's, and its pods may run on several"
+        assert list(storage_errors(manifests)) == [wanted]
+
+
+@cache
+def dev() -> list[dict[str, Any]]:
+    return Build(K8S / "overlays" / "dev").manifests()
 
 
 @pytest.mark.parametrize(("words", "spoil"), _cases(TLS))

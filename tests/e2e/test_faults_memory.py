@@ -113,6 +113,7 @@ async def test_when_all_is_pinned_others_are_told_so_and_served_after_an_unload(
             for error in await asyncio.gather(*map(refusal, [*calls, load(client, others[0], pinned=True)])):
                 assert error.reason == "ADAPTER_MEMORY"
                 assert "pinned" in error.message
+                assert "loraplex adapter unload NAME" in error.message
                 assert error.retry_after is not None
             seconds_until_told = time.monotonic() - started
             await traffic.answers(12)

@@ -86,6 +86,23 @@ async def test_buf_curl_by_reflection(services: Services) -> None:
 
 @pytest.mark.model
 @pytest.mark.asyncio(loop_scope="module")
+async def test_what_the_page_says_to_paste(services: Services) -> None:
+    """Its first block, with the addresses of these services."""
+    section = (ROOT / "docs" / "clients.md").read_text().partition("## From a shell")[2]
+    block = section.split("```")[1]
+    for pasted, here in (("localhost:50051", services.registry), ("localhost:50052", services.inference)):
+        assert pasted in block
+        block = block.replace(pasted, here)
+    block = block.replace(".venv/bin/buf", str(BUF))
+    said = documents(await run("bash", "-ec", f"shopt -s expand_aliases\n{block}"))
+    assert said[0] == {"status": "SERVING"}
+    assert said[1]["version"]["name"] == "namespaces/default/adapters/mine/versions/1"
+    assert said[2]["started"]["adapterVersion"] == said[1]["version"]["name"]
+    assert said[-1]["finished"]["usage"] == {"promptTokens": 5, "completionTokens": 8}
+
+
+@pytest.mark.model
+@pytest.mark.asyncio(loop_scope="module")
 async def test_buf_curl_names_the_reason_of_an_error(services: Services) -> None:
     request = json.dumps({"adapter": "nobody", "text": "x"})
     url = f"http://{services.inference}/{INFERENCE_SERVICE}/Generate"

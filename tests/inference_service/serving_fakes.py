@@ -153,7 +153,7 @@ class FakeEngine:
         self.calls.append(("load", digest, pinned, wait))
         self.prepare_seconds.append(prepare_seconds)
         if wait:
-            self.resident.append(ResidentAdapter(digest, 4096, 8, pinned, 2))
+            self.resident.append(ResidentAdapter(digest, 4096, 8, ("operator",) if pinned else (), 2))
 
     async def unload_adapter(self, digest: str, *, force: bool) -> None:
         self.calls.append(("unload", digest, force))

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from inference_service.chat_template import ChatTemplate, load_chat_template, special_tokens
+from inference_service.chat_template import ChatTemplate, load_chat_template
 from inference_service.tokenizer import load_tokenizer
 from shared.adapter_format.texts import MAX_BYTES
+from shared.chat_template import special_tokens
 from shared.errors import InvalidArgument
 from shared.model_folder import read_files
 from tests.inference_service.serving_fakes import byte_tokenizer

@@ -1,9 +1,11 @@
 """Model info, tokenizing, and what a replica holds."""
 
+from collections.abc import Sequence
+
 import grpc
 import pytest
 
-from inference_service.types import ResidentAdapter, StagedAdapter
+from inference_service.types import PinOwner, ResidentAdapter, StagedAdapter
 from loraplex.inference.v1 import control_pb2 as control
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1.control_pb2_grpc import AdapterControlServiceStub
@@ -91,7 +93,7 @@ async def test_load_waits_for_the_gpu_or_says_where_it_is() -> None:
 @pytest.mark.parametrize("name", ["pirate", "pirate@2", f"pirate@{DIGEST}", VERSION, DIGEST])
 async def test_unload_by_any_name_frees_gpu_and_host(name: str) -> None:
     engine, adapters = FakeEngine(), FakeAdapters()
-    engine.resident = [ResidentAdapter(DIGEST, 4096, 8, True, 0)]
+    engine.resident = [ResidentAdapter(DIGEST, 4096, 8, ("operator",), 0)]
     adapters.staged.append(StagedAdapter(VERSION, DIGEST, "HOST", 8, 1000))
     async with serving(engine, adapters) as (_, channel):
         stub = AdapterControlServiceStub(channel)
@@ -106,10 +108,10 @@ async def test_unload_by_any_name_frees_gpu_and_host(name: str) -> None:
 @pytest.mark.parametrize(("on_device", "in_host", "freed"), [(0, 0, 0), (4096, 0, 4096), (0, 1000, 1000)])
 async def test_unload_counts_each_tier_by_itself(on_device: int, in_host: int, freed: int) -> None:
     engine, adapters = FakeEngine(), FakeAdapters()
-    engine.resident = [ResidentAdapter(digest(1), 77, 8, False, 0)]
+    engine.resident = [ResidentAdapter(digest(1), 77, 8, (), 0)]
     adapters.staged += [staged(1, "HOST")]
     if on_device:
-        engine.resident.append(ResidentAdapter(DIGEST, on_device, 8, False, 0))
+        engine.resident.append(ResidentAdapter(DIGEST, on_device, 8, (), 0))
     if in_host:
         adapters.staged.append(StagedAdapter(VERSION, DIGEST, "HOST", 8, in_host))
     async with serving(engine, adapters) as (_, channel):
@@ -118,6 +120,37 @@ async def test_unload_counts_each_tier_by_itself(on_device: int, in_host: int, f
     assert (answer.freed_bytes, answer.device_bytes, answer.host_bytes) == (freed, on_device, in_host)
     assert [a.digest for a in engine.resident] == [digest(1)]
     assert adapters.prepared == []
+
+
+@pytest.mark.parametrize(("pinned_by", "comes_back"), [(("operator",), False), (("operator", "registry"), True)])
+async def test_unload_says_whether_the_registry_brings_it_back(
+    pinned_by: tuple[PinOwner, ...], comes_back: bool
+) -> None:
+    engine = FakeEngine()
+    engine.resident = [ResidentAdapter(digest(1), 77, 8, ("registry",), 0), ResidentAdapter(DIGEST, 9, 8, pinned_by, 0)]
+    async with serving(engine) as (_, channel):
+        request = control.UnloadAdapterRequest(adapter="pirate")
+        answer = await AdapterControlServiceStub(channel).UnloadAdapter(request)
+    assert answer.comes_back is comes_back
+
+
+@pytest.mark.parametrize(
+    ("name", "others"), [("pirate", ["b", "c"]), (VERSION, ["b", "c"]), (DIGEST, ["b", "c", "pirate"])]
+)
+async def test_unload_says_which_other_adapters_share_the_memory(name: str, others: list[str]) -> None:
+    engine, adapters = FakeEngine(), FakeAdapters()
+    engine.resident = [ResidentAdapter(DIGEST, 4096, 8, (), 0)]
+    names = {other: f"namespaces/default/adapters/{other}/versions/2" for other in ("c", "b", "pirate")}
+
+    async def of_all(digests: Sequence[str]) -> dict[str, list[str]]:
+        return {digest: ["", *names.values()] for digest in digests}
+
+    adapters.names = of_all  # type: ignore[method-assign]
+    async with serving(engine, adapters) as (_, channel):
+        request = control.UnloadAdapterRequest(adapter=name)
+        answer = await AdapterControlServiceStub(channel).UnloadAdapter(request)
+    assert list(answer.shared_with) == [names[other] for other in others]
+    assert answer.freed_bytes == 4096
 
 
 @pytest.mark.parametrize("name", ["nobody", "pirate@3", digest(1), f"pirate@{digest(1)}", "others/pirate@2"])
@@ -145,7 +178,7 @@ async def test_malformed_names_and_tokens_are_refused() -> None:
 async def test_list_merges_tiers_by_digest_and_pages() -> None:
     engine, adapters = FakeEngine(), FakeAdapters()
     adapters.staged = [staged(3), staged(1), staged(1, "HOST"), staged(2), staged(9, namespace="others")]
-    engine.resident = [ResidentAdapter(digest(2), 77, 4, True, 1)]
+    engine.resident = [ResidentAdapter(digest(2), 77, 4, ("operator", "registry"), 1)]
     async with serving(engine, adapters) as (_, channel):
         stub = AdapterControlServiceStub(channel)
         first = await stub.ListLoadedAdapters(control.ListLoadedAdaptersRequest(page_size=2))
@@ -156,6 +189,8 @@ async def test_list_merges_tiers_by_digest_and_pages() -> None:
         (digest(1), LEVEL.LEVEL_HOST), (digest(2), LEVEL.LEVEL_GPU), (digest(3), LEVEL.LEVEL_DISK),
     ]  # fmt: skip
     assert (found[1].size_bytes, found[1].pinned, found[1].adapter_version) == (77, True, staged(2).version)
+    assert list(found[1].pinned_by) == [LEVEL.PIN_OWNER_OPERATOR, LEVEL.PIN_OWNER_RESIDENCY]
+    assert not found[0].pinned_by
     assert (len(first.adapters), second.next_page_token) == (2, "")
 
 
@@ -163,7 +198,7 @@ async def test_a_resident_adapter_that_is_in_no_other_tier_keeps_its_name() -> N
     engine, adapters = FakeEngine(), FakeAdapters()
     adapters.staged = []
     adapters.resolved = {digest(2): staged(2).version}
-    engine.resident = [ResidentAdapter(digest(1), 77, 4, False, 0), ResidentAdapter(digest(2), 77, 8, False, 0)]
+    engine.resident = [ResidentAdapter(digest(1), 77, 4, (), 0), ResidentAdapter(digest(2), 77, 8, (), 0)]
     async with serving(engine, adapters) as (_, channel):
         found = await AdapterControlServiceStub(channel).ListLoadedAdapters(control.ListLoadedAdaptersRequest())
     assert [(a.digest, a.adapter_version, a.rank, a.level) for a in found.adapters] == [

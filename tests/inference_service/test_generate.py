@@ -9,6 +9,7 @@ from inference_service.types import BlendPart, PreparedAdapter, SequenceDelta
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from shared.errors import (
+    AdapterInvalid,
     AdapterNotFound,
     AdapterUnloaded,
     Draining,
@@ -484,13 +485,20 @@ async def test_drain_cuts_what_outlives_its_grace() -> None:
         await asyncio.wait_for(engine.closed.wait(), 60)
 
 
-async def test_an_unloaded_adapter_is_named() -> None:
+@pytest.mark.parametrize("kind", [AdapterUnloaded, AdapterInvalid])
+async def test_an_adapter_that_ends_its_request_is_named_as_it_was_asked_for(kind: type[LoraplexError]) -> None:
     engine = FakeEngine()
+    named = {"adapter_version": "namespaces/default/adapters/pirate/versions/2", "digest": DIGEST}
     async with serving(engine) as (_, channel):
-        engine.error = AdapterUnloaded("unloaded by force")
+        engine.error = kind("what is wrong", metadata={"file": "x"})
         error = await failure(channel, request(adapter="pirate"))
-    assert isinstance(error, AdapterUnloaded)
-    assert error.metadata == {"adapter_version": "namespaces/default/adapters/pirate/versions/2", "digest": DIGEST}
+        of_blend = await failure(channel, request(blend=parts(("pirate", 0.5), ("default/pirate@2", -2))))
+        of_base = await failure(channel, request())
+    assert isinstance(error, kind)
+    assert (error.message, error.metadata) == ("pirate: what is wrong", {"file": "x", **named})
+    assert of_blend.message == "0.5*pirate+-2*default/pirate@2: what is wrong"
+    assert of_blend.metadata == {"file": "x", "digest": BLEND}
+    assert (of_base.message, of_base.metadata) == ("what is wrong", {"file": "x"})
 
 
 async def test_prompts_that_cannot_fit_are_refused_before_tokenizing() -> None:

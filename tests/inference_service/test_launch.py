@@ -73,11 +73,11 @@ def test_neither_supervisor_nor_api_process_loads_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_flag(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         command.main(["--help"])
     assert caught.value.code == 0
-    text = capsys.readouterr().out
+    text = capfd.readouterr().out
     assert all(flag in text for flag in ("--model", "--file-root", "--kv-cache-memory", "(required)", "[1GiB]"))
 
 
@@ -153,33 +153,33 @@ def test_half_precision_is_for_gpus(folder: Path) -> None:
     assert find_base_model(InferenceConfig(model=str(folder), device="cuda", dtype="float32")).dtype == "float32"
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def error_of(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert command.main(arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     return line
 
 
-def test_what_prevents_a_start_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert error_of(capsys) == "error: --model (not given): is required"
-    assert "neither a folder nor a Hub id" in error_of(capsys, "--model", "/no/such")
-    assert "error: --host-memory: " in error_of(capsys, "--model", str(folder), "--host-memory", "999999TiB")
-    assert "error: --host-memory (flag): " in error_of(capsys, "--model", str(folder), "--host-memory", "0")
-    assert "port 0" in error_of(capsys, "--model", str(folder), "--api-processes", "2", "--listen", "127.0.0.1:0")
-    assert "error: --model-name: " in error_of(capsys, "--model", str(folder), "--model-name", "A b")
+def test_what_prevents_a_start_is_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert error_of(capfd) == "error: --model (not given): is required"
+    assert "neither a folder nor a Hub id" in error_of(capfd, "--model", "/no/such")
+    assert "error: --host-memory: " in error_of(capfd, "--model", str(folder), "--host-memory", "999999TiB")
+    assert "error: --host-memory (flag): " in error_of(capfd, "--model", str(folder), "--host-memory", "0")
+    assert "port 0" in error_of(capfd, "--model", str(folder), "--api-processes", "2", "--listen", "127.0.0.1:0")
+    assert "error: --model-name: " in error_of(capfd, "--model", str(folder), "--model-name", "A b")
     (folder / "config.json").write_text(json.dumps(raw_config(architectures=["GPTNeoForCausalLM"])))
-    assert "GPTNeoForCausalLM" in error_of(capsys, "--model", str(folder))
+    assert "GPTNeoForCausalLM" in error_of(capfd, "--model", str(folder))
     (folder / "config.json").write_text(json.dumps(raw_config()))
     (folder / "model.safetensors").unlink()
-    assert "model.safetensors" in error_of(capsys, "--model", str(folder))
+    assert "model.safetensors" in error_of(capfd, "--model", str(folder))
 
 
-def test_a_taken_port_is_told_before_anything_is_loaded(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_is_told_before_anything_is_loaded(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         for more in ((), ("--api-processes", "2")):
-            line = error_of(capsys, "--model", str(folder), "--listen", listen, *more)
+            line = error_of(capfd, "--model", str(folder), "--listen", listen, *more)
             assert line == f"error: --listen: cannot listen on {listen}: address already in use"
 
 
@@ -190,7 +190,7 @@ def test_an_engine_setting_that_is_wrong_is_named(folder: Path) -> None:
 
 
 def test_what_the_machine_lacks_is_told_before_anything_starts(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ("--model", str(folder), "--device", "cpu", "--listen", "127.0.0.1:0", "--cache-dir", str(tmp_path / "c"))
     (tmp_path / "file").touch()
@@ -205,9 +205,9 @@ def test_what_the_machine_lacks_is_told_before_anything_starts(
         (("--registry", "not an address"), "--registry (flag): expected HOST:PORT"),
         (("--max-num-seqs", "9" * 30), "--max-num-seqs (flag): expected a number above zero"),
     ]:
-        assert error_of(capsys, *model, *more).startswith(f"error: {told}")
+        assert error_of(capfd, *model, *more).startswith(f"error: {told}")
     monkeypatch.setattr("inference_service.machine_checks.cuda_memory", lambda: 0)
-    assert error_of(capsys, *model, "--device", "cuda") == (
+    assert error_of(capfd, *model, "--device", "cuda") == (
         "error: --device: this machine has no GPU that PyTorch can use"
     )
 

@@ -54,7 +54,7 @@ FULL = Snapshot(
         adapters_waiting=["c"], evictions={"bytes": 2}, prefix_tokens_queried=40, prefix_tokens_hit=30,
     ),
     memory=MemoryBudget(total=100, weights=10, kv_cache=50, num_blocks=5),
-    residents=(ResidentAdapter("a", 300, 8, True, 0), ResidentAdapter("b", 400, 8, False, 2)),
+    residents=(ResidentAdapter("a", 300, 8, ("registry",), 0), ResidentAdapter("b", 400, 8, (), 2)),
     adapters=some(AdapterStats, host=Usage(50, 100), host_held_bytes=20, disk=Usage(1, 5)),
     in_host=frozenset({"c"}),
     names={"a": ("pirate", "pirate@2"), "b": ("pirate",), "c": ("acme/poet",)},

@@ -55,6 +55,10 @@ def _in_shards(folder: Path) -> None:
     (folder / files.WEIGHTS).rename(folder / "adapter_model-00001-of-00002.safetensors")
 
 
+def _with_file(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
 def _moved(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], None]:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[new] = tensors.pop(old)
@@ -70,6 +74,7 @@ def _without(name: str) -> Callable[[dict[str, torch.Tensor]], object]:
     return lambda tensors: tensors.pop(name)
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 1024\n"
 NAN = torch.full((8, 64), torch.nan)
 
 REFUSALS: dict[str, Refusal] = {
@@ -156,6 +161,31 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "nan": by_tensors(_set(f"{Q0}.lora_A.weight", NAN), Q0, "NaN", "checkpoint"),
     "alpha of zero": by_key("lora_alpha", 0, "must be", "other than zero", reason=INVALID),
+    "alpha without bounds": by_key("lora_alpha", 1e300, "lora_alpha", "between -1e+12 and 1e+12", reason=INVALID),
+    "null": by_key("lora_alpha", None, "is null", "PEFT cannot load", "set it as in training", reason=INVALID),
+    "no trained tokens": by_key("trainable_token_indices", [], "trainable_token_indices", "empty", reason=INVALID),
+    "lora in small letters": by_key("peft_type", "lora", '"lora"', 'write "LORA"', reason=INVALID),
+    "targets that are nowhere": by_key("target_modules", ["qproj"], "names no module", "correct it", reason=INVALID),
+    "nothing but exclusions": by_key("exclude_modules", ["q_proj", "v_proj"], "leaves none", "correct", reason=INVALID),
+    # ---- what is none of the files
+    "a pointer to the weights": Refusal(
+        INVALID, (files.WEIGHTS, "Git LFS pointer", "git lfs pull"), edit=_with_file(files.WEIGHTS, POINTER)
+    ),
+    "a page for the config": Refusal(
+        INVALID, (files.CONFIG, "web page", "download"), edit=_with_file(files.CONFIG, b"<!DOCTYPE html><html></html>")
+    ),
+    "a truncated tokenizer": Refusal(
+        INVALID, ("tokenizer.json", "truncated", "again"),
+        edit=_with_file("tokenizer.json", b'{"model": {"vocab": {"a": '),
+    ),
+    "a template that is none": Refusal(
+        INVALID, ("chat_template.jinja", "line 2", "base model's"),
+        edit=_with_file("chat_template.jinja", b"{% for m in messages %}\n{{ m.content }"),
+    ),
+    "an empty template": Refusal(
+        INVALID, ("tokenizer_config.json", "empty", "base model's"),
+        edit=_with_file("tokenizer_config.json", b'{"chat_template": ""}'),
+    ),
     "dora without magnitudes": by_key("use_dora", True, "lora_magnitude_vector", "remove use_dora", reason=INVALID),
     "magnitudes without dora": Refusal(
         INVALID, ("lora_magnitude_vector", "set use_dora"), {"use_dora": True}, files.changed(use_dora=False)

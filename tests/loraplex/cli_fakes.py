@@ -25,6 +25,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grp
     def __init__(self):
         self.requests = []
         self.status = control_pb2.GetReplicaStatusResponse()
+        self.pins = [[], []]  # of the two adapters
 
     async def GetModelInfo(self, request, context):  # noqa: N802
         fields = {"architecture": "LlamaForCausalLM", "device": "cpu", "dtype": "float32"}
@@ -49,7 +50,12 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grp
 
     async def UnloadAdapter(self, request, context):  # noqa: N802
         self.requests.append(request)
-        return control_pb2.UnloadAdapterResponse(freed_bytes=50_000, device_bytes=30_000, host_bytes=20_000)
+        others = NAMES if request.adapter.startswith("shared") else []
+        if request.adapter.endswith("gone"):
+            return control_pb2.UnloadAdapterResponse(shared_with=others)
+        freed = {"freed_bytes": 50_000, "device_bytes": 30_000, "host_bytes": 20_000}
+        comes_back = request.adapter == "wanted"
+        return control_pb2.UnloadAdapterResponse(**freed, shared_with=others, comes_back=comes_back)
 
     async def GetReplicaStatus(self, request, context):  # noqa: N802
         return self.status
@@ -57,6 +63,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grp
     async def ListLoadedAdapters(self, request, context):  # noqa: N802
         at = int(request.page_token or 0)  # pages of one
         found = {"adapter_version": NAMES[at], "digest": f"sha256:{at}", "level": LEVEL, "rank": 4, "size_bytes": 10}
+        found |= {"pinned": bool(self.pins[at]), "pinned_by": self.pins[at]}
         token = str(at + 1) if at + 1 < len(NAMES) else ""
         return control_pb2.ListLoadedAdaptersResponse(adapters=[found], next_page_token=token)
 

@@ -1,14 +1,19 @@
 """`adapter import`: a folder, and an organisation on a Hub that is a twenty-line HTTP server."""
 
+import functools
 import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
-from loraplex.cli import adapter_import
+from shared.sources import hub
+from shared.sources.policy import Patience
 from tests.registry_service.conftest import AdapterFolders
 
 
@@ -55,6 +60,7 @@ def test_what_is_no_import(cli, folder, tmp_path):
         ((folder, "--base-model", "tiny"), "needs --uri"),
         ((tmp_path, *options), "has no adapters"),
         (("hf://org/repo", "--base-model", "tiny"), "is not hf://ORGANISATION"),
+        (("long" * 100, *options), "is not a folder"),
     ]:
         ran = cli("adapter", "import", *arguments)
         assert ran.status == 2
@@ -65,30 +71,76 @@ def test_what_is_no_import(cli, folder, tmp_path):
 
 
 class Hub(BaseHTTPRequestHandler):
+    """Two adapters of `org` on two pages; `secret` may not be read, `odd` is answered as no Hub does."""
+
     def do_GET(self):
-        is_list = self.path.startswith("/api/models?") and "author=org" in self.path and "peft" in self.path
-        body = json.dumps([{"id": "org/Tiny_A", "tags": []}, {"id": "org/tiny-b", "tags": []}] if is_list else {})
-        self.send_response(200 if is_list else 400)  # 5xx would be tried again
+        path, _, query = self.path.partition("?")
+        pages = {"author=org&filter=peft": "org/tiny-b", "author=org&filter=peft&cursor=x": "org/Tiny_A"}
+        status = 404 if path != "/api/models" else 403 if "author=secret" in query else 200
+        is_odd = query.startswith(("author=odd", "author=secret"))
+        models = [{"id": pages[query]}] if query in pages else []
+        body = json.dumps({"error": "?"} if is_odd else models).encode()
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        if query == "author=org&filter=peft":
+            self.send_header("Link", f'<{constants.ENDPOINT}/api/models?{query}&cursor=x>; rel="next"')
         self.end_headers()
-        self.wfile.write(body.encode())
+        self.wfile.write(body)
 
     def log_message(self, *_):
         """Nobody reads it."""
 
 
-def test_an_organisation(cli, monkeypatch):
+@pytest.fixture
+def endpoint(monkeypatch):
+    """A Hub on this machine, which is asked twice at most; the server, so that it can be closed."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(adapter_import, "HfApi", lambda: huggingface_hub.HfApi(endpoint=endpoint))
-    try:
-        found = adapter_import._of_hub("hf://org")
-        failed = cli("adapter", "import", "hf://other", "--base-model", "tiny")
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-    assert found == [("tiny_a", "hf://org/Tiny_A"), ("tiny-b", "hf://org/tiny-b")]
-    assert (failed.status, failed.err.split(":")[0]) == (1, "SOURCE_UNAVAILABLE")
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    patience = Patience(attempts=2, first_delay=0.01)
+    monkeypatch.setattr(hub, "adapters_of", functools.partial(hub.adapters_of, patience=patience))
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_organisation(cli, endpoint):
+    assert hub.adapters_of("org") == ["org/Tiny_A", "org/tiny-b"]
+    command = ("adapter", "import", "hf://org", "--base-model", "tiny", "--json", "--dry-run")
+    found = {row["adapter"] for row in json.loads(cli(*command).out)}  # the registry reads another Hub
+    assert found == {"tiny_a", "tiny-b"}
+    assert "hf://nobody has no adapters" in cli("adapter", "import", "hf://nobody", "--base-model", "tiny").err
+
+
+@pytest.mark.parametrize(
+    ("owner", "said"),
+    [
+        ("secret", "SOURCE_FORBIDDEN: hf://secret: the server refuses access (HTTP 403)"),
+        ("odd", "SOURCE_UNAVAILABLE: hf://odd: the Hub's answer is malformed"),
+    ],
+)
+def test_an_organisation_that_cannot_be_read(cli, endpoint, owner, said):
+    ran = cli("adapter", "import", f"hf://{owner}", "--base-model", "tiny")
+    assert (ran.status, ran.out, ran.err.splitlines()[0]) == (1, "", said)
+
+
+def test_a_hub_at_no_address():
+    """The Hub's client reads its settings when it is imported."""
+    command = [sys.executable, "-m", "loraplex.cli.main", "adapter", "import", "hf://org", "--base-model", "tiny"]
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:99999"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert ran.returncode == 2
+    assert "Invalid value for HF_ENDPOINT: is no URL: Port out of range" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_a_hub_that_is_away_is_said_in_one_line(cli, endpoint, caplog):
+    endpoint.socket.close()
+    ran = cli("adapter", "import", "hf://org", "--base-model", "tiny")
+    assert (ran.status, ran.out) == (1, "")
+    said = "SOURCE_UNAVAILABLE: hf://org: the Hub is not reachable: ConnectError"
+    assert ran.err.splitlines() == [said, "  retry after 5 s"]
+    assert not caplog.records

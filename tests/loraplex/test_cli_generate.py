@@ -131,3 +131,19 @@ def test_load_and_unload(cli, servers):
     unloaded = cli("adapter", "unload", digest, "--force").out
     assert unloaded == f"unloaded: {digest}, freed: 0.03 MB of device, 0.02 MB of host memory\n"
     assert servers.fake.requests[-1].force
+
+
+def test_unload_says_what_comes_back(cli):
+    freed, back = cli("adapter", "unload", "wanted").out.splitlines()
+    assert freed.startswith("unloaded: wanted, freed: ")
+    assert back == "it comes back, for its residency is pinned: loraplex adapter update NAME --residency on-demand"
+
+
+def test_unload_says_what_it_is_taken_from_as_well(cli):
+    freed, others = cli("adapter", "unload", "shared").out.splitlines()
+    assert freed == "unloaded: shared, freed: 0.03 MB of device, 0.02 MB of host memory"
+    assert others == "also unloaded, for it is the same content: mine@1, team/mine@12"
+    assert cli("adapter", "unload", "shared-gone").out == "unloaded: shared-gone, freed: nothing\n"
+    assert json.loads(cli("adapter", "unload", "shared", "--json").out)["shared_with"][1].endswith(
+        "team/adapters/mine/versions/12"
+    )

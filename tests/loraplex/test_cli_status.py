@@ -60,6 +60,24 @@ def test_status_shows_short_names_of_every_page(cli):
     ]
 
 
+def test_status_tells_by_whom_adapters_are_pinned(cli, servers, monkeypatch):
+    owner = pb.LoadedAdapter
+    both = [owner.PIN_OWNER_OPERATOR, owner.PIN_OWNER_RESIDENCY]
+    monkeypatch.setattr(servers.fake, "pins", [[owner.PIN_OWNER_RESIDENCY], both])
+    first, second = cli("status", "--once").out.splitlines()[-2:]
+    assert first.split()[5:] == ["by", "residency", "0"]
+    assert second.split()[5:] == ["by", "operator,", "residency", "0"]
+    (replica,) = json.loads(cli("status", "--json").out)["replicas"]
+    assert replica["adapters"][0]["pinned_by"] == ["PIN_OWNER_RESIDENCY"]
+
+
+def test_a_pin_of_a_replica_that_does_not_say_by_whom():
+    pinned = pb.LoadedAdapter(adapter_version="namespaces/default/adapters/a/versions/1", level=3, pinned=True)
+    model = inference_pb2.GetModelInfoResponse(base_model="baseModels/tiny")
+    shown = sections(Snapshot("", "SERVING", (Replica("", "SERVING", model, None, (pinned,)),)))[-1]
+    assert shown.rows[0][shown.columns.index("PINNED")] == "yes"
+
+
 def test_status_json_has_numbers(cli):
     found = json.loads(cli("status", "--json").out)
     assert found["registry"]["health"] == "SERVING"

@@ -2,8 +2,6 @@
 
 import pytest
 
-from loraplex import Client
-from shared.errors import InvalidArgument
 from tests.loraplex.cli_fakes import run_cli
 
 HUGE = "99999999999999999999999"
@@ -30,7 +28,8 @@ WRONG = [
         ["generate", "hi", "--server", "localhost"],
         "'--server' (env var: 'LORAPLEX_SERVER'): 'localhost' is not HOST:PORT",
     ),
-    (["generate", "hi", "--server", "http://localhost:50052"], "is not HOST:PORT"),
+    (["generate", "hi", "--server", "http://localhost:50052"], "leave http:// out; with a CA"),
+    (["status", "--registry", "https://localhost:50051"], "leave https:// out; with a CA"),
     (["generate", "hi", "--server", "localhost:0"], "is not HOST:PORT"),
     (["generate", "hi", "--server", "localhost:65536"], "is not HOST:PORT"),
     (["status", "--registry", ":50051"], "'--registry'"),
@@ -52,6 +51,13 @@ WRONG = [
     (["adapter", "show", "x@sha256:12"], "is not sha256: and 64 lowercase hex digits"),
     (["adapter", "load", "x@"], "is not an id"),
     (["adapter", "unload", "sha256:12"], "is not sha256: and 64 lowercase hex digits"),
+    (["adapter", "update", "x", "--residency", "foo"], "'--residency': 'foo' is not one of on-demand, preload, pinned"),
+    (
+        ["adapter", "convert", "a", "--base", "/no/such", "--out", "b"],
+        "--base: /no/such is not a folder on this machine; give the local folder of the base model",
+    ),
+    (["adapter", "convert", "a", "--base", "org/repo", "--out", "b"], "a Hub id is not downloaded"),
+    (["adapter", "convert", "a", "--base", "/", "--out", "b"], "--base: / holds no config.json"),
     (["base-model", "register", "/no/such/folder"], "FOLDER: /no/such/folder/config.json cannot be read: No such file"),
     (["apply", "-f", "/no/such.yaml"], "--file: /no/such.yaml: cannot be read: No such file"),
 ]
@@ -73,6 +79,24 @@ def test_a_config_json_that_is_no_text(tmp_path):
     ran = run_cli("base-model", "register", tmp_path)
     assert ran.status == 2
     assert "config.json is not UTF-8 text" in ran.err
+
+
+def test_a_base_that_is_no_model(tmp_path):
+    (tmp_path / "config.json").write_text("[")
+    ran = run_cli("adapter", "convert", tmp_path, "--base", tmp_path, "--out", tmp_path / "out")
+    assert ran.status == 1
+    assert f"base: {tmp_path} must be a folder on this machine with the base model; config.json: is not JSON" in ran.err
+
+
+def test_a_folder_that_has_no_real_path(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    ran = run_cli("base-model", "register", tmp_path / "loop")
+    assert ran.status == 2
+    assert "cannot be read: Too many levels of symbolic links" in ran.err
+
+
+def test_usage_shows_what_may_be_repeated():
+    assert "{reference} [VERSION[:WEIGHT]]...\n" in run_cli("adapter", "alias", "--help").out
 
 
 def test_alone_it_prints_help():
@@ -100,33 +124,3 @@ def test_version():
     ran = run_cli("--version")
     assert ran.status == 0
     assert ran.out.startswith("loraplex 0.")
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "localhost:1",
-        "10.0.0.1:65535",
-        "[::1]:50051",
-        "dns:///a-b.c_d:80",
-        "dns:a:80",
-        "unix:/run/x",
-        "ipv4:10.0.0.1:1,10.0.0.2:1",
-        "ipv6:[::1]:1,[fe80::1%eth0]:2",
-    ],
-)
-async def test_addresses_of_a_client(address):
-    async with Client(address, address):
-        pass
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        *("", "localhost", "a:b", ":1", "::1:5", "unix:", "dns:///:80", "h:0", "h:65536", "h:٣", "a:1,b:2"),
-        *("ipv4:", "ipv4:10.0.0.1", "ipv4:10.0.0.1:1,", "ipv4:10.0.0.1:0", "ipv4:a:1", "ipv4:[::1]:1", "ipv6:::1:1"),
-    ],
-)
-def test_wrong_addresses_of_a_client(address):
-    with pytest.raises(InvalidArgument, match=r"registry: .* is not HOST:PORT"):
-        Client("localhost:1", address)

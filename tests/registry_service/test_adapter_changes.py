@@ -182,7 +182,14 @@ async def test_a_version_that_an_alias_names_stays(registry, two_versions):
     error = await registry.refused(VersionInUse, "DeleteAdapterVersion", name="a@1")
     assert error.code == "FAILED_PRECONDITION"
     assert error.metadata["aliases"] == "prod"
-    await registry("SetAdapterAlias", name="a@prod", targets=[{"version": 2}])
+    version = "namespaces/default/adapters/a/versions/1"
+    assert error.message == f"{version} is what alias prod means: point it elsewhere first"
+    await registry("SetAdapterAlias", name="a@canary", targets=[{"version": 1}])
+    error = await registry.refused(VersionInUse, "DeleteAdapterVersion", name="a@1")
+    assert error.metadata["aliases"] == "canary,prod"
+    assert error.message == f"{version} is what aliases canary, prod mean: point them elsewhere first"
+    for alias in ("prod", "canary"):
+        await registry("SetAdapterAlias", name=f"a@{alias}", targets=[{"version": 2}])
     assert (await registry("DeleteAdapterVersion", name="a@1")).version.state == 3
 
 

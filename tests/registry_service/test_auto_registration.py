@@ -83,6 +83,17 @@ async def test_only_what_a_first_version_answers_is_looked_for(registry, folders
     await registry.refused(AdapterNotFound, "GetAdapterVersion", name="a@latest")
 
 
+async def test_who_asks_for_registered_ones_only_registers_nothing(registry, folders):
+    digest = (await registry.register("b", uri=folders.write("content"))).version.digest
+    folders.write("a")
+    revision = await registry.revision()
+    for reference in ("a", "a@1", "a@latest", f"a@{digest}"):
+        await registry.refused(AdapterNotFound, "ResolveAdapter", reference=reference, registered_only=True)
+    assert await registry.revision() == revision
+    found = await registry.resolve("a")  # nor was it taken for absent
+    assert await registry.resolve("a", registered_only=True) == found
+
+
 async def test_what_was_deleted_does_not_come_back(registry, folders):
     folders.write("a")
     await registry.resolve("a")

@@ -3,12 +3,15 @@
 import asyncio
 import dataclasses
 import urllib.request
+from contextlib import AsyncExitStack
 from datetime import timedelta
 
 import pytest
+import yaml
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from deploy.k8s.builds import K8S
 from registry_service import adapter_cache, change_log
 from registry_service.adapter_cache import AdapterCache
 from registry_service.metrics import RegistryState
@@ -142,6 +145,29 @@ async def test_connections_and_waits_for_them(registry, running, state, scrape):
     assert after["pool_wait_seconds_count"] > before["pool_wait_seconds_count"]
     assert after["pool_size", "transactions"] >= after["pool_idle", "transactions"] >= 1
     assert (after["pool_overflow", "lookups"], after["database_up"]) == (0, 1)
+
+
+async def test_the_alert_of_a_full_pool_counts_what_may_be_opened_beyond_its_size(running, state):
+    alerts = yaml.safe_load((K8S / "components" / "monitoring" / "alerts.yaml").read_text())
+    rules = {rule["alert"]: rule for group in alerts["spec"]["groups"] for rule in group["rules"]}
+    left, right = rules["LoraplexRegistryPoolFull"]["expr"].split(" >= ")
+
+    def firing():
+        samples = samples_of(state)
+        used, bound = (samples.of(name.removeprefix("loraplex_registry_")) for name in (left, right))
+        return {purpose for (purpose,), value in used.items() if value >= bound[purpose,]}
+
+    engine, capacity = running.database.engine, int(samples_of(state)["pool_capacity", "transactions"])
+    async with AsyncExitStack() as held:
+        for number in range(capacity):
+            assert firing() == set(), number
+            await held.enter_async_context(engine.connect())
+        assert samples_of(state)["pool_in_use", "transactions"] > samples_of(state)["pool_size", "transactions"]
+        assert firing() == {"transactions"}
+        with pytest.raises(TimeoutError):  # so it is full
+            async with asyncio.timeout(0.1):
+                await held.enter_async_context(engine.connect())
+    assert firing() == set()
 
 
 async def test_what_was_purged_is_counted(registry, folders, state):

@@ -10,7 +10,7 @@ from alembic.migration import MigrationContext
 from registry_service import migrations
 from registry_service.config import RegistryConfig
 from registry_service.database import driver_url
-from registry_service.migrations import SchemaOutdated
+from registry_service.migrations.revisions import SchemaOutdated
 from registry_service.models import Table
 from registry_service.server import start
 from shared.errors import RegistryUnavailable

@@ -12,11 +12,14 @@ from contextlib import closing
 
 import grpc
 import pytest
+import sqlalchemy
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from loraplex.registry.v1 import registry_pb2, registry_pb2_grpc
+from registry_service import migrations
 from registry_service.__main__ import main
 from registry_service.config import RegistryConfig
+from registry_service.database import driver_url
 from registry_service.server import SERVICE, start
 
 
@@ -104,13 +107,13 @@ def test_wrong_settings_are_told_together(tmp_path):
         (["migrate", "--listen", "x"], "loraplex registry migrate: error: unrecognized arguments: --listen x\n"),
     ],
 )
-def test_what_is_wrong_is_said_as_it_was_typed(arguments, said, capsys):
+def test_what_is_wrong_is_said_as_it_was_typed(arguments, said, capfd):
     try:
         status = main(arguments)
     except SystemExit as end:  # of argparse
         status = end.code
     assert status == 2
-    assert capsys.readouterr().err.endswith(said)
+    assert capfd.readouterr().err.endswith(said)
 
 
 @pytest.mark.parametrize(
@@ -124,48 +127,81 @@ def test_what_is_wrong_is_said_as_it_was_typed(arguments, said, capsys):
         (["restore"], "empty"),
     ],
 )
-def test_every_command_describes_itself(arguments, said, capsys):
+def test_every_command_describes_itself(arguments, said, capfd):
     with pytest.raises(SystemExit):
         main([*arguments, "--help"])
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(capfd.readouterr().out.split())
     assert said in text
     assert ("--listen" in text) == (arguments in ([], ["serve"]))
 
 
-def test_a_database_that_cannot_be_used_is_one_line(tmp_path, capsys):
+def test_a_database_that_cannot_be_used_is_one_line(tmp_path, capfd):
     (tmp_path / "file").touch()
     (tmp_path / "no.db").write_text("root:x:0:0:root:/root:/bin/sh\n" * 100)
     newer = f"sqlite:///{tmp_path}/newer.db"
     assert main(["migrate", "--database", newer]) == 0
     with closing(sqlite3.connect(tmp_path / "newer.db")) as connection, connection:
         connection.execute("UPDATE alembic_version SET version_num = 'v9999'")
-    capsys.readouterr()
+    capfd.readouterr()
     for url, code, told in [
         (f"sqlite:///{tmp_path}/file/r.db", 2, "--database: its folder"),
         (f"sqlite:///{tmp_path}/no/such/r.db", 2, "--database: its folder"),
         (f"sqlite:///{tmp_path}/no.db", 2, "--database: sqlite:///"),
         (f"sqlite:///{tmp_path}", 2, "--database: sqlite:///"),
-        (newer, 1, "the database was written by another version"),
+        (newer, 1, "the database is newer than this registry: it is at revision v9999"),
     ]:
         assert main(["--listen", "127.0.0.1:0", "--database", url]) == code
-        error = capsys.readouterr().err
+        error = capfd.readouterr().err
         assert error.splitlines()[-1].startswith(f"error: {told}")
         assert "Traceback" not in error
     assert (tmp_path / "no.db").read_text().startswith("root:x:0:0")
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.parametrize("command", ["serve", "migrate", "export", "restore", "new-epoch"])
+def test_a_newer_database_is_refused_by_every_command_in_one_line(empty_database_url, command, capfd):
+    migrations.upgrade(empty_database_url)
+    at(empty_database_url, "0007")
+    capfd.readouterr()
+    listen = ["--listen", "127.0.0.1:0"] if command == "serve" else []
+    assert main([command, *listen, "--database", empty_database_url]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == (
+        f"error: the database is newer than this registry: it is at revision 0007, and this version knows them up to "
+        f"{migrations.head()}; run the version that migrated it, or go back to a backup from before "
+        "(`loraplex registry restore` of this version, into an empty database)"
+    )
+    assert at(empty_database_url) == "0007"
+
+
+def at(url, revision=None):
+    """The database's revision; or it is made to be this one."""
+    engine = sqlalchemy.create_engine(driver_url(url, is_async=False))
+    with engine.begin() as connection:
+        if revision is not None:
+            connection.execute(sqlalchemy.text("UPDATE alembic_version SET version_num = :to"), {"to": revision})
+        found = connection.scalar(sqlalchemy.text("SELECT version_num FROM alembic_version"))
+    engine.dispose()
+    return found
+
+
+def test_a_postgres_without_tables_has_no_epoch(make_postgres, capfd):
+    assert main(["new-epoch", "--database", make_postgres()]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: the database is without tables, this registry needs ")
+
+
 @pytest.mark.parametrize("command", ["export", "new-epoch"])
-def test_what_works_on_a_database_makes_none(tmp_path, command, capsys):
+def test_what_works_on_a_database_makes_none(tmp_path, command, capfd):
     assert main([command, "--database", f"sqlite:///{tmp_path}/mistyped.db"]) == 2
-    assert capsys.readouterr().err == f"error: --database: there is none at sqlite:///{tmp_path}/mistyped.db\n"
+    assert capfd.readouterr().err == f"error: --database: there is none at sqlite:///{tmp_path}/mistyped.db\n"
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", ["migrate", "export", "restore", "new-epoch"])
-def test_a_command_makes_no_registry_of_a_mistyped_path_and_says_so_in_one_line(tmp_path, command, capsys):
+def test_a_command_makes_no_registry_of_a_mistyped_path_and_says_so_in_one_line(tmp_path, command, capfd):
     assert main([command, "--database", f"sqlite:///{tmp_path}/no/such/r.db"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("error: --database: ")
     assert not (tmp_path / "no").exists()
 

@@ -44,6 +44,27 @@ class LoadedAdapter(_message.Message):
     LEVEL_HOST: LoadedAdapter.Level.ValueType  # 2
     LEVEL_GPU: LoadedAdapter.Level.ValueType  # 3
 
+    class _PinOwner:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _PinOwnerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[LoadedAdapter._PinOwner.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        PIN_OWNER_UNSPECIFIED: LoadedAdapter._PinOwner.ValueType  # 0
+        PIN_OWNER_OPERATOR: LoadedAdapter._PinOwner.ValueType  # 1
+        """Whoever called LoadAdapter, until UnloadAdapter."""
+        PIN_OWNER_RESIDENCY: LoadedAdapter._PinOwner.ValueType  # 2
+        """The adapter's residency in the registry, as long as that is PINNED: unloaded, it is brought back."""
+
+    class PinOwner(_PinOwner, metaclass=_PinOwnerEnumTypeWrapper):
+        """Who wants it to stay."""
+
+    PIN_OWNER_UNSPECIFIED: LoadedAdapter.PinOwner.ValueType  # 0
+    PIN_OWNER_OPERATOR: LoadedAdapter.PinOwner.ValueType  # 1
+    """Whoever called LoadAdapter, until UnloadAdapter."""
+    PIN_OWNER_RESIDENCY: LoadedAdapter.PinOwner.ValueType  # 2
+    """The adapter's residency in the registry, as long as that is PINNED: unloaded, it is brought back."""
+
     ADAPTER_VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     LEVEL_FIELD_NUMBER: _builtins.int
@@ -51,6 +72,7 @@ class LoadedAdapter(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     ACTIVE_REQUESTS_FIELD_NUMBER: _builtins.int
+    PINNED_BY_FIELD_NUMBER: _builtins.int
     adapter_version: _builtins.str
     """Resource name of the version."""
     digest: _builtins.str
@@ -60,6 +82,10 @@ class LoadedAdapter(_message.Message):
     size_bytes: _builtins.int
     """Bytes in the tier named by `level`."""
     active_requests: _builtins.int
+    @_builtins.property
+    def pinned_by(self) -> _containers.RepeatedScalarFieldContainer[Global___LoadedAdapter.PinOwner.ValueType]:
+        """Who has pinned it; empty if nobody."""
+
     def __init__(
         self,
         *,
@@ -70,10 +96,11 @@ class LoadedAdapter(_message.Message):
         rank: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
         active_requests: _builtins.int = ...,
+        pinned_by: _abc.Iterable[Global___LoadedAdapter.PinOwner.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "adapter_version", b"adapter_version", "digest", b"digest", "level", b"level", "pinned", b"pinned", "rank", b"rank", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "adapter_version", b"adapter_version", "digest", b"digest", "level", b"level", "pinned", b"pinned", "pinned_by", b"pinned_by", "rank", b"rank", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -157,22 +184,34 @@ class UnloadAdapterResponse(_message.Message):
     FREED_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_BYTES_FIELD_NUMBER: _builtins.int
     HOST_BYTES_FIELD_NUMBER: _builtins.int
+    SHARED_WITH_FIELD_NUMBER: _builtins.int
+    COMES_BACK_FIELD_NUMBER: _builtins.int
     freed_bytes: _builtins.int
     """device_bytes and host_bytes together: an adapter may have been in both. The files stay on disk."""
     device_bytes: _builtins.int
     """Freed on the device."""
     host_bytes: _builtins.int
     """Freed in host memory."""
+    comes_back: _builtins.bool
+    """It was pinned by a residency in the registry, which brings it back."""
+    @_builtins.property
+    def shared_with(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Versions of other adapters with the same content, as far as this replica knows of them: memory is shared by content,
+        so it was taken from them as well.
+        """
+
     def __init__(
         self,
         *,
         freed_bytes: _builtins.int = ...,
         device_bytes: _builtins.int = ...,
         host_bytes: _builtins.int = ...,
+        shared_with: _abc.Iterable[_builtins.str] | None = ...,
+        comes_back: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "freed_bytes", b"freed_bytes", "host_bytes", b"host_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["comes_back", b"comes_back", "device_bytes", b"device_bytes", "freed_bytes", b"freed_bytes", "host_bytes", b"host_bytes", "shared_with", b"shared_with"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -68,7 +68,8 @@ class AdapterControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Drains, and returns when the memory is free. What is not in memory is no error.
+        """Drains, and returns when the memory is free. What is not in memory is no error; an unknown adapter is one, and is not
+        looked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,7 +18,9 @@ class AdapterControlServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.LoadAdapterRequest, _control_pb2.LoadAdapterResponse]
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.UnloadAdapterRequest, _control_pb2.UnloadAdapterResponse]
-    """Drains, and returns when the memory is free. What is not in memory is no error."""
+    """Drains, and returns when the memory is free. What is not in memory is no error; an unknown adapter is one, and is not
+    looked for.
+    """
     ListLoadedAdapters: _aio.UnaryUnaryMultiCallable[_control_pb2.ListLoadedAdaptersRequest, _control_pb2.ListLoadedAdaptersResponse]
     GetReplicaStatus: _aio.UnaryUnaryMultiCallable[_control_pb2.GetReplicaStatusRequest, _control_pb2.GetReplicaStatusResponse]
     """How the replica is doing. Counts are those of the process that counts, since its start."""
@@ -39,7 +41,9 @@ class AdapterControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.UnloadAdapterRequest,
         context: _aio.ServicerContext[_control_pb2.UnloadAdapterRequest, _abc.Awaitable[_control_pb2.UnloadAdapterResponse]],
     ) -> _abc.Awaitable[_control_pb2.UnloadAdapterResponse]:
-        """Drains, and returns when the memory is free. What is not in memory is no error."""
+        """Drains, and returns when the memory is free. What is not in memory is no error; an unknown adapter is one, and is not
+        looked for.
+        """
 
     @_abc_1.abstractmethod
     def ListLoadedAdapters(

@@ -136,22 +136,26 @@ class ResolveAdapterRequest(_message.Message):
     REFERENCE_FIELD_NUMBER: _builtins.int
     BASE_MODEL_FIELD_NUMBER: _builtins.int
     MIN_REVISION_FIELD_NUMBER: _builtins.int
+    REGISTERED_ONLY_FIELD_NUMBER: _builtins.int
     reference: _builtins.str
     """`[ns/]adapter[@N|@alias|@sha256:HEX]` or a resource name."""
     base_model: _builtins.str
     """If set, the adapter must be for this base model."""
     min_revision: _builtins.int
     """Wait until the answer is at least this new."""
+    registered_only: _builtins.bool
+    """An adapter that nobody registered is ADAPTER_NOT_FOUND, also where the namespace's settings say where to look for it."""
     def __init__(
         self,
         *,
         reference: _builtins.str = ...,
         base_model: _builtins.str = ...,
         min_revision: _builtins.int = ...,
+        registered_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "min_revision", b"min_revision", "reference", b"reference"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "min_revision", b"min_revision", "reference", b"reference", "registered_only", b"registered_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ def _bias(key: str, value: Any) -> Literal["none", "lora_only", "all"]:
     return value  # type: ignore[no-any-return]
 
 
-FIELDS: Mapping[str, Field] = {"bias": used("none", _bias), "lora_bias": used(False, values.flag)}
+FIELDS: Mapping[str, Field] = {"bias": used("none", _bias, is_nullable=False), "lora_bias": used(False, values.flag)}
 
 
 def check(config: LoraConfig) -> None:

@@ -15,9 +15,9 @@ _KEYS = {"target_modules_bd_a", "target_modules_bd_b", "nblocks", "match_strict"
 
 
 def _read(key: str, value: Any) -> BlockDiagonal | None:
-    if values.is_nothing(value):
+    if value is None:
         return None
-    if not isinstance(value, Mapping) or not set(value) <= _KEYS:
+    if not set(value) <= _KEYS:
         raise value_invalid(key, f"an object of {', '.join(sorted(_KEYS))}")
     return BlockDiagonal(
         a=values.names(f"{key}.target_modules_bd_a", value.get("target_modules_bd_a")),
@@ -27,7 +27,7 @@ def _read(key: str, value: Any) -> BlockDiagonal | None:
     )
 
 
-FIELDS: Mapping[str, Field] = {KEY: used(None, _read)}
+FIELDS: Mapping[str, Field] = {KEY: used(None, _read, is_group=True)}
 
 
 def check(config: LoraConfig) -> None:

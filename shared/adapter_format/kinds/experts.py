@@ -17,7 +17,7 @@ ADVICE = "no model with experts is served yet; target the linears of a dense mod
 
 
 def _read(key: str, value: Any) -> tuple[str, ...]:
-    return () if values.is_nothing(value) else values.names(key, value)
+    return () if values.is_nothing(value) and value != "" else values.names(key, value)  # PEFT takes no string
 
 
 FIELDS: Mapping[str, Field] = {KEY: used(None, _read)}

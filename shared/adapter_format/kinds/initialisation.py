@@ -53,11 +53,11 @@ def _initialisation(key: str, value: Any) -> bool | str:
 
 FIELDS: Mapping[str, Field] = {
     KEY: used(True, _initialisation),
-    "kasa_config": refused(None, f"KaSA trains against a truncated base model; {_CONVERT}"),
+    "kasa_config": refused(None, f"KaSA trains against a truncated base model; {_CONVERT}", is_group=True),
     "loftq_config": used({}, lambda _, value: not is_nothing(value)),
-    "eva_config": informational(None),  # what these three did shows in init_lora_weights
-    "corda_config": informational(None),
-    "lora_ga_config": informational(None),
+    "eva_config": informational(None, is_group=True),  # what these three did shows in init_lora_weights
+    "corda_config": informational(None, is_group=True),
+    "lora_ga_config": informational(None, is_group=True),
 }
 
 

@@ -23,7 +23,7 @@ _BENEATH = "token_adapter.base_layer.weight"
 
 
 def _read(key: str, value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    if values.is_nothing(value):
+    if value is None or value == {}:
         return ()
     if isinstance(value, Mapping) and "" in value:
         raise key_invalid(key, "has an empty name", "name embed_tokens or lm_head")

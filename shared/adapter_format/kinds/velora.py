@@ -1,21 +1,16 @@
 """VeLoRA compresses activations while it trains; what it leaves is a plain LoRA, and a buffer that nothing reads."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from shared.adapter_format.draft import Draft
 from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.names import HEAD, linear_site
-from shared.adapter_format.values import Field, is_nothing, used
+from shared.adapter_format.values import Field, used
 
 KEY = "velora_config"
 
 
-def _read(_: str, value: Any) -> bool:
-    return not is_nothing(value)
-
-
-FIELDS: Mapping[str, Field] = {KEY: used(None, _read)}
+FIELDS: Mapping[str, Field] = {KEY: used(None, lambda _, value: value is not None, is_group=True)}
 
 
 def check(config: LoraConfig) -> None:

@@ -23,6 +23,7 @@ class FakeRegistry(registry_pb2_grpc.AdapterRegistryServiceServicer):
         self.delay = 0.0
         self.raw_details: bytes | None = None  # sent with NOT_FOUND instead of any answer
         self.min_revisions: list[int] = []  # of the calls
+        self.num_registered_only = 0  # of the calls
         self.revision = 0  # of the answers
         self.is_watchable = False
         self.watch_requests: list[registry_pb2.WatchAdaptersRequest] = []
@@ -39,6 +40,7 @@ class FakeRegistry(registry_pb2_grpc.AdapterRegistryServiceServicer):
 
     async def ResolveAdapter(self, request: Any, context: Any) -> Any:  # noqa: N802 - the RPC's name
         self.calls[request.reference] += 1
+        self.num_registered_only += request.registered_only
         self.min_revisions.append(request.min_revision)
         revision = self.revision
         answer = self.answers.get(request.reference, AdapterNotFound(f"no adapter {request.reference}"))

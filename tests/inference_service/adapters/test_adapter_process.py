@@ -232,6 +232,17 @@ async def test_resolve_fetches_nothing_and_drop_says_what_it_frees(registry: Fak
         await replica.client.resolve("default/b")
 
 
+async def test_resolve_has_no_adapter_looked_for_and_does_not_keep_others_from_it(
+    registry: FakeRegistry, replica: _Replica
+) -> None:
+    with pytest.raises(AdapterNotFound):
+        await replica.client.resolve("default/a")
+    assert registry.num_registered_only == registry.calls["default/a"] == 1
+    digest = _add(replica.folder, registry, "a")  # as the registry does once it is asked to
+    assert (await replica.client.prepare("default/a")).digest == digest
+    assert (registry.num_registered_only, registry.calls["default/a"]) == (1, 2)
+
+
 async def test_a_version_that_is_deleted_at_the_registry_keeps_its_meaning_here(
     registry: FakeRegistry, replica: _Replica
 ) -> None:

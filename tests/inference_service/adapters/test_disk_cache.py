@@ -52,7 +52,12 @@ def test_what_is_pinned_stays_and_the_rest_has_what_is_left(tmp_path: Path) -> N
     assert [folder.exists() for folder in folders] == [True, True, False]
     cache.keep({_digest(0), _digest(1), _digest(4)})
     _put(cache, 4)
-    with pytest.raises(AdapterMemory, match="pinned") as caught:
+    with pytest.raises(AdapterMemory, match=r"--residency on-demand.*adapter unload NAME.*--disk-bytes") as caught:
+        _put(cache, 5)
+    assert caught.value.retry_after == 5.0
+    cache.keep({_digest(0)})
+    in_use = pytest.raises(AdapterMemory, match="in use and the pinned ones")
+    with cache.held(_digest(1)), cache.held(_digest(4)), in_use as caught:
         _put(cache, 5)
     assert caught.value.retry_after
     cache.keep(set())

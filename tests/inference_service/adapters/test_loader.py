@@ -84,7 +84,7 @@ class Bench:
     def _open(self, pinned: PinnedSource, namespace: str, policy: SourcePolicy, stopping: threading.Event) -> Source:
         return GatedSource(open_source(pinned, namespace, policy, stopping, reader="replica"), self.gate)  # type: ignore[return-value]
 
-    async def resolve(self, reference: str, choice_key: str = "") -> ResolvedVersion:
+    async def resolve(self, reference: str, choice_key: str = "", *, registered_only: bool = False) -> ResolvedVersion:
         name = reference.removeprefix("default/")
         return self.known.get(name) or version_of(self.folder / "root" / name, name)
 

@@ -65,6 +65,16 @@ async def test_an_answer_serves_for_its_ttl(
     assert registry.calls["default/a"] == 2
 
 
+@pytest.mark.parametrize("target", ["ipv4:127.0.0.1:1,127.0.0.1:{}", "dns:///127.0.0.1:{}", "127.0.0.1:{}"])
+async def test_registries_are_where_a_target_says(
+    registry: FakeRegistry, version: ResolvedVersion, target: str
+) -> None:
+    registry.add("default/a", version)
+    client = RegistryClient(target.format(registry.port), BASE_MODEL)
+    assert (await client.resolve("default/a")).digest == version.digest
+    await client.close()
+
+
 async def test_what_is_not_there_is_remembered_for_a_moment(
     registry: FakeRegistry, client: RegistryClient, clock: _Clock, version: ResolvedVersion
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from inference_service.adapters import residency as residency_module
 from inference_service.adapters.residency import HeldState, Residency, Wanted, wanted_versions
-from inference_service.types import PreparedAdapter, ResidentAdapter
+from inference_service.types import PinOwner, PreparedAdapter, ResidentAdapter
 from loraplex.registry.v1 import registry_pb2, resources_pb2
 from shared.errors import AdapterInvalid, AdapterMemory, EngineUnavailable, LoraplexError, SourceUnavailable
 
@@ -100,7 +100,8 @@ class _Replica:
 
     async def residents(self) -> list[ResidentAdapter]:
         self._check()
-        return [ResidentAdapter(digest, SIZE, 4, pinned, 0) for digest, pinned in self.gpu.items()]
+        pins: dict[bool, tuple[PinOwner, ...]] = {True: ("registry",), False: ()}
+        return [ResidentAdapter(digest, SIZE, 4, pins[pinned], 0) for digest, pinned in self.gpu.items()]
 
     async def free_bytes(self) -> int:
         self._check()

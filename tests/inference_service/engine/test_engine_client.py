@@ -221,7 +221,7 @@ async def test_calls_get_their_own_replies(connected, engine):
     first, second = await engine.hear(), await engine.hear()
     assert first == LoadAdapter(first.call_id, "sha256:a", True, True)
     assert isinstance(second, ListResident)
-    resident = [ResidentAdapter("sha256:a", 10, 8, True, 0)]
+    resident = [ResidentAdapter("sha256:a", 10, 8, ("operator",), 0)]
     await engine.say(Reply(second.call_id, resident=resident))
     await engine.say(Reply(first.call_id, error=AdapterInvalid("bad").record()))
     assert await listing == resident

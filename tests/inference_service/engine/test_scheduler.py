@@ -313,6 +313,8 @@ def test_an_output_that_is_not_finite_fails_its_request_only(looks_ahead):
     heard = run(engine)
     assert heard.failed["a"].reason == "ADAPTER_INVALID"
     assert heard.failed["a"].metadata == {"digest": "x"}
+    assert "not finite" in heard.failed["a"].message
+    assert "lora_alpha" in heard.failed["a"].message.rpartition("; ")[2]
     assert heard.failed["c"].message.startswith("internal error (id ")
     assert heard.tokens == {("b", 0): expected_tokens(range(6), 4)}
     assert engine.scheduler.adapters.users == {"x": 0, "y": 0}

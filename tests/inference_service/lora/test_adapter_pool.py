@@ -13,7 +13,7 @@ from inference_service.lora.pool import MAX_AHEAD, AdapterPool
 from inference_service.lora.residents import Handle, Move, StaleHandle
 from inference_service.lora.slots import SlotTable
 from inference_service.stats import LoadInFlight, Usage
-from inference_service.types import Acquired, AcquireFailed, BlobLayout, ChunkLayout
+from inference_service.types import Acquired, AcquireFailed, BlobLayout, ChunkLayout, PinOwner
 from shared.errors import AdapterInvalid, AdapterMemory, SourceUnavailable
 
 WANTED, ACQUIRING, PLACING, COPYING, READY, DRAINING, FAILED = AdapterState
@@ -241,6 +241,7 @@ def test_everything_pinned(bench: Bench) -> None:
     assert bench.pool.state("b") is FAILED
     error = bench.pool.error("b")
     assert isinstance(error, AdapterMemory)
+    assert "loraplex adapter unload NAME" in error.message
     assert error.retry_after == 5.0
     bench.now += 4.9
     assert bench.pool.require("b") is FAILED
@@ -299,16 +300,17 @@ def test_nobodys_pin_ends_anothers(bench: Bench) -> None:
     bench.ready("b")
     bench.pool.load("b", pinned=True, owner="registry")
 
-    def pinned() -> dict[str, bool]:
+    def pinned_by() -> dict[str, tuple[PinOwner, ...]]:
         bench.pool.check_integrity()
-        return {resident.digest: resident.pinned for resident in bench.pool.residents()}
+        return {resident.digest: resident.pinned_by for resident in bench.pool.residents()}
 
+    assert pinned_by() == {"a": ("operator", "registry"), "b": ("registry",)}
     bench.pool.keep_pins("registry", {"b", "unknown"})
-    assert pinned() == {"a": True, "b": True}
+    assert pinned_by() == {"a": ("operator",), "b": ("registry",)}
     bench.pool.keep_pins("registry", frozenset())
-    assert pinned() == {"a": True, "b": False}
+    assert pinned_by() == {"a": ("operator",), "b": ()}
     bench.pool.keep_pins("operator", frozenset())
-    assert pinned() == {"a": False, "b": False}
+    assert pinned_by() == {"a": (), "b": ()}
 
 
 def test_a_pin_that_is_not_kept_does_not_come_with_a_later_load(bench: Bench) -> None:
@@ -592,9 +594,13 @@ class PoolMachine(RuleBasedStateMachine):
         if self.pool.require(digest) is READY:
             self.held.append(self.pool.acquire(digest))
 
-    @rule(digest=digests, pinned=st.booleans())
-    def load(self, digest: str, pinned: bool) -> None:
-        self.pool.load(digest, pinned)
+    @rule(digest=digests, pinned=st.booleans(), owner=st.sampled_from(["operator", "registry"]))
+    def load(self, digest: str, pinned: bool, owner: PinOwner) -> None:
+        self.pool.load(digest, pinned, owner)
+
+    @rule(kept=st.sets(digests))
+    def keep_pins(self, kept: set[str]) -> None:
+        self.pool.keep_pins("registry", kept)
 
     @rule(digest=digests)
     def unload(self, digest: str) -> None:

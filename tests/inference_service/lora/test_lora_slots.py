@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from inference_service.lora.gaps import UNIT, Range, coalesce, complement, fit, round_up
 from inference_service.lora.residents import Handle, Room, StaleHandle
 from inference_service.lora.slots import SlotTable
-from inference_service.types import BlobLayout, ChunkLayout
+from inference_service.types import BlobLayout, ChunkLayout, PinOwner
 from shared.errors import AdapterMemory
 
 # (out, in) of q, v, k, o, gate, up, down of Llama 3.1 8B.
@@ -30,9 +30,12 @@ def table(units: int = 8, slots: int = 4) -> SlotTable:
     return SlotTable(slots, units * UNIT + 100)
 
 
-def place(slots: SlotTable, digest: str, *units: int, pinned: bool = False) -> Handle:
+BY_HAND: tuple[PinOwner, ...] = ("operator",)
+
+
+def place(slots: SlotTable, digest: str, *units: int, pinned_by: tuple[PinOwner, ...] = ()) -> Handle:
     """Reserve, arrive, and let go of the reservation's reference."""
-    placement = slots.reserve(digest, layout(*units), pinned).placement
+    placement = slots.reserve(digest, layout(*units), pinned_by).placement
     assert placement is not None
     slots.arrived(placement.handle)
     slots.release(placement.handle)
@@ -108,7 +111,7 @@ def test_free_bytes_in_no_gap_cost_moves_and_no_victim() -> None:
     slots = table(4)
     handles = [place(slots, name, 1) for name in "abcd"]
     slots.acquire("b")
-    slots.set_pinned("d", True)
+    slots.set_pins("d", BY_HAND)
     slots.free(handles[0])
     slots.free(handles[2])
     room = slots.reserve("e", layout(2))
@@ -186,28 +189,55 @@ def test_larger_than_the_arena() -> None:
 
 def test_pins_in_the_way() -> None:
     slots = table(4)
-    place(slots, "a", 3, pinned=True)
+    place(slots, "a", 3, pinned_by=BY_HAND)
     with pytest.raises(AdapterMemory, match="pinned adapters leave no room for 512 bytes") as caught:
         slots.reserve("b", layout(2))
-    assert caught.value.retry_after == 5.0
+    assert caught.value.metadata == {"bytes_needed": "512", "arena_bytes": "1024", "pinned_by": "operator"}
     assert not slots.can_hold(layout(2))
     assert slots.can_hold(layout(1))
-    slots.set_pinned("a", False)
+    slots.set_pins("a", ())
     assert slots.can_hold(layout(2))
     assert slots.reserve("b", layout(2)).placement is not None
 
 
 def test_pins_take_all_slots() -> None:
     slots = table(8, slots=1)
-    place(slots, "a", 1, pinned=True)
+    place(slots, "a", 1, pinned_by=BY_HAND)
     with pytest.raises(AdapterMemory, match=r"pinned adapters take all 1 slots; .* --max-adapters") as caught:
         slots.reserve("b", layout(1))
+    assert caught.value.metadata == {"slots": "1", "pinned_by": "operator"}
+
+
+@pytest.mark.parametrize("num_slots", [2, 4], ids=["slots", "bytes"])
+@pytest.mark.parametrize(
+    ("pins", "named"),
+    [
+        ([BY_HAND, BY_HAND], {"operator": "adapter unload NAME"}),
+        ([("registry",), ("registry",)], {"residency": "adapter update NAME --residency on-demand"}),
+        (
+            [("operator", "registry"), BY_HAND],
+            {"operator": "adapter unload NAME", "residency": "adapter update NAME --residency on-demand"},
+        ),
+    ],
+)
+def test_the_advice_is_for_those_whose_pins_are_in_the_way(
+    num_slots: int, pins: list[tuple[PinOwner, ...]], named: dict[str, str]
+) -> None:
+    slots = table(4, slots=num_slots)
+    for name, pinned_by in zip("ab", pins, strict=True):
+        place(slots, name, 2, pinned_by=pinned_by)
+    with pytest.raises(AdapterMemory) as caught:
+        slots.reserve("c", layout(1))
+    assert caught.value.metadata["pinned_by"] == ",".join(named)
+    for owner, advice in {"operator": "adapter unload", "residency": "adapter update"}.items():
+        assert (advice in caught.value.message) == (owner in named)
+    assert all(advice in caught.value.message for advice in named.values())
     assert caught.value.retry_after == 5.0
 
 
 def test_pinned_adapters_in_the_way_are_moved() -> None:
     slots = table(4)
-    handles = [place(slots, name, 1, pinned=name == "b") for name in "abc"]
+    handles = [place(slots, name, 1, pinned_by=BY_HAND if name == "b" else ()) for name in "abc"]
     slots.free(handles[0])
     slots.free(handles[2])
     assert slots.can_hold(layout(3))
@@ -324,7 +354,7 @@ class SlotMachine(RuleBasedStateMachine):
         free, slot_is_free = self.slots.free_bytes, len(before) < 4
         is_first = self.waiting is None or self.waiting[0] == digest
         try:
-            room = self.slots.reserve(digest, layout(*sizes), pinned)
+            room = self.slots.reserve(digest, layout(*sizes), BY_HAND if pinned else ())
         except AdapterMemory:
             assert list(before) == [r.digest for r in self.slots.residents()]
             assert sum(sizes) > 12 or any(r.pinned for r in before.values())
@@ -376,7 +406,7 @@ class SlotMachine(RuleBasedStateMachine):
     @rule(data=st.data(), pinned=st.booleans())
     def pin(self, data: st.DataObject, pinned: bool) -> None:
         handle = data.draw(st.sampled_from(sorted(self.references)))
-        self.slots.set_pinned(self.slots.resolve(handle).digest, pinned)
+        self.slots.set_pins(self.slots.resolve(handle).digest, BY_HAND if pinned else ())
 
     @invariant()
     def is_whole(self) -> None:
@@ -401,7 +431,7 @@ def test_what_fits_in_bytes_is_placed_in_a_few_steps_and_evicts_nobody(
     slots, cells = SlotTable(32, 32 * UNIT, move_bytes=3 * UNIT), Cells(32)
     for index, (sizes, pinned) in enumerate(loads):
         if sum(sizes) * UNIT <= slots.free_bytes:
-            cells.apply(slots.reserve(str(index), layout(*sizes), pinned), str(index), sizes)
+            cells.apply(slots.reserve(str(index), layout(*sizes), BY_HAND if pinned else ()), str(index), sizes)
             slots.arrived(slots.residents()[-1].handle)
     for index in frees:
         resident = slots.find(str(index))

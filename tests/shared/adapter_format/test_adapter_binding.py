@@ -1,10 +1,12 @@
 import math
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shared.base_model import MODULES
 from shared.errors import AdapterInvalid, UnsupportedAdapter
-from tests.shared.adapter_format.adapter_samples import PREFIX, bind, info, refused, tensors
+from tests.shared.adapter_format.adapter_samples import PREFIX, RAW_MODEL, bind, info, refused, tensors
 
 Q0 = f"{PREFIX}model.layers.0.self_attn.q_proj"
 
@@ -108,6 +110,28 @@ def test_what_targets_promise_must_be_there():
 def test_what_targets_do_not_promise_must_not_be_there():
     error = refused(AdapterInvalid, tensors(["q_proj", "v_proj", "up_proj"]))
     assert error.metadata == {"tensor": f"{PREFIX}model.layers.0.mlp.up_proj.lora_A.weight"}
+    assert "set target_modules and exclude_modules as in training" in error.message.rpartition("; ")[2]
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "advice"),
+    [
+        ({"target_modules": ["query_key_value", "qproj"]}, "target_modules", "correct it, or register it for the base"),
+        ({"target_modules": r"q_proj"}, "target_modules", "correct it"),  # as a pattern it is a whole name
+        ({"exclude_modules": ["self_attn.q_proj", "v_proj"]}, "exclude_modules", "correct both as in training"),
+        ({"target_modules": "all-linear", "exclude_modules": r".*_proj|lm_head"}, "exclude_modules", "correct both"),
+        ({"modules_to_save": ["self_attn"]}, "modules_to_save", "correct both"),
+        ({"layers_to_transform": [7]}, "layers_to_transform", "correct both"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_targets_of_which_nothing_is_left_are_for_correction(keys, key, advice):
+    error = refused(AdapterInvalid, tensors(), **keys)
+    assert error.metadata == {"key": key}
+    assert advice in error.message.rpartition("; ")[2]
+    asked = {"target_modules": ["q_proj", "v_proj"]} | keys
+    with pytest.raises(ValueError, match=r"target_modules|[Tt]arget modules"):
+        get_peft_model(LlamaForCausalLM(LlamaConfig(**RAW_MODEL)), LoraConfig(**asked))
 
 
 @pytest.mark.parametrize(

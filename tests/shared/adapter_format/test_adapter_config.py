@@ -1,8 +1,12 @@
 import dataclasses
+import functools
 import json
+import re
+import shutil
 
 import peft
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shared.adapter_format.config import MAX_RANK, parse_adapter_config
 from shared.adapter_format.fields import FIELDS
@@ -75,8 +79,75 @@ def test_refused_fields_name_the_key_and_say_what_to_do(key, value):
         parse_adapter_config(config(**{key: value}))
     assert caught.value.metadata == {"key": key}
     assert FIELDS[key].advice in caught.value.message
-    for neutral in (None, FIELDS[key].default, False, [], {}):
+    for neutral in (None, FIELDS[key].default, *([] if FIELDS[key].is_group else [False, [], {}])):
         assert parse_adapter_config(config(**{key: neutral}))
+
+
+@pytest.mark.parametrize("key", ["kasa_config", "arrow_config"])
+def test_an_empty_object_is_a_configuration_with_defaults(key):
+    with pytest.raises(UnsupportedAdapter) as caught:
+        parse_adapter_config(config(**{key: {}}))
+    assert caught.value.metadata == {"key": key}
+
+
+@pytest.fixture(scope="module")
+def saved_by_peft(tmp_path_factory):
+    """The folder of an adapter, and what makes its base model."""
+    folder = tmp_path_factory.mktemp("saved") / "adapter"
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    base = functools.partial(LlamaForCausalLM, LlamaConfig(vocab_size=16, num_hidden_layers=1, **sizes))
+    targets = ["q_proj", "v_proj"]
+    peft.get_peft_model(base(), peft.LoraConfig(target_modules=targets, init_lora_weights=False)).save_pretrained(
+        folder
+    )
+    return folder, base
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("key", [*FIELDS, "a key of tomorrow"])
+def test_null_is_read_where_peft_loads_it(key, saved_by_peft, tmp_path):
+    folder, base = saved_by_peft
+    raw = {**json.loads((folder / "adapter_config.json").read_text()), key: None}
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(raw))
+    try:
+        peft.PeftModel.from_pretrained(base(), tmp_path)
+    except (TypeError, AttributeError, KeyError):
+        with pytest.raises(AdapterInvalid, match=r"is null, which PEFT cannot load; \w+") as caught:
+            parse_adapter_config(raw)
+        assert caught.value.metadata == {"key": key}
+    else:
+        assert parse_adapter_config(raw)
+
+
+def test_null_that_peft_cannot_load_is_told_with_what_peft_takes_without_the_key():
+    with pytest.raises(AdapterInvalid, match=r"set it as in training; without the key PEFT takes its default, 8$"):
+        parse_adapter_config(config(lora_alpha=None))
+
+
+GROUPS = ("eva_config", "corda_config", "lora_ga_config", "kasa_config", "arrow_config", "velora_config", "use_bdlora")
+
+
+@pytest.mark.parametrize("key", GROUPS)
+@pytest.mark.parametrize("value", [False, [], "", 1])
+def test_what_peft_makes_no_configuration_of(key, value):
+    with pytest.raises(TypeError, match=re.escape("a dict, or None")):
+        peft.LoraConfig(**{key: value})
+    with pytest.raises(AdapterInvalid, match="an object or null") as caught:
+        parse_adapter_config(config(**{key: value}))
+    assert caught.value.metadata == {"key": key}
+
+
+def test_a_number_out_of_bounds_is_told_the_bounds():
+    for keys, bounds in [
+        ({"lora_alpha": 1e300}, "between -1e+12 and 1e+12, is 1e+300"),
+        ({"alpha_pattern": {"q_proj": -(10**13)}}, "between -1e+12 and 1e+12"),
+        ({"qalora_group_size": 1 << 30}, "from 1 to 1048576, is 1073741824"),
+        ({"trainable_token_indices": [1 << 24]}, "from 0 to 16777215"),
+        ({"use_bdlora": {"nblocks": 1 << 30}}, "from 1 to 1048576"),
+    ]:
+        with pytest.raises(AdapterInvalid, match=re.escape(bounds)):
+            parse_adapter_config(config(**keys))
 
 
 @pytest.mark.parametrize("key", [key for key, field in FIELDS.items() if field.treatment == "informational"])
@@ -173,6 +244,9 @@ def test_parameters_of_experts():
         ({"modules_to_save": [1]}, "modules_to_save"),
         ({"ensure_weight_tying": 1}, "ensure_weight_tying"),
         ({"trainable_token_indices": "5"}, "trainable_token_indices"),
+        ({"trainable_token_indices": ""}, "trainable_token_indices"),
+        ({"trainable_token_indices": []}, "trainable_token_indices"),
+        ({"trainable_token_indices": False}, "trainable_token_indices"),
         ({"trainable_token_indices": [-1]}, "trainable_token_indices"),
         ({"trainable_token_indices": [5, 5]}, "trainable_token_indices"),
         ({"trainable_token_indices": {"embed_tokens": []}}, "trainable_token_indices"),
@@ -186,6 +260,7 @@ def test_parameters_of_experts():
         ({"use_qalora": 1}, "use_qalora"),
         ({"qalora_group_size": 0}, "qalora_group_size"),
         ({"target_parameters": "w"}, "target_parameters"),
+        ({"target_parameters": ""}, "target_parameters"),
     ],
 )
 def test_wrong_values_name_the_key(keys, key):
@@ -206,6 +281,10 @@ def test_other_peft_types():
         parse_adapter_config({"peft_type": "IA3"})
     with pytest.raises(AdapterInvalid, match="peft_type is missing"):
         parse_adapter_config({"r": 8})
+    for value in ("lora", "Lora", None, 1):
+        with pytest.raises(AdapterInvalid, match=r'peft_type is .* PEFT cannot load; write "LORA"') as caught:
+            parse_adapter_config({"peft_type": value})
+        assert caught.value.metadata == {"key": "peft_type"}
 
 
 @pytest.mark.parametrize(
