@@ -8,11 +8,12 @@ import logging
 import re
 import threading
 from collections.abc import Iterable
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import boto3
 import botocore
+import botocore.session
 from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
@@ -198,7 +199,7 @@ def _login(credential: Credential | None) -> _Login:
 
 @lru_cache(maxsize=32)
 def _client(login: _Login, connect_seconds: float, read_seconds: float) -> Any:
-    """A client, which many threads may share. Making one takes 100 ms; credentials of a role renew themselves in it."""
+    """A client, which many threads may share; credentials of a role renew themselves in it."""
     keys = {}
     if login.secret:
         keys = {
@@ -216,9 +217,17 @@ def _client(login: _Login, connect_seconds: float, read_seconds: float) -> Any:
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
-    return boto3.session.Session(**keys).client(
+    session = botocore.session.Session()
+    session.register_component("data_loader", _descriptions())
+    return boto3.session.Session(botocore_session=session, **keys).client(
         "s3", endpoint_url=login.endpoint or None, region_name=login.region or None, config=config
     )
+
+
+@cache
+def _descriptions() -> Any:
+    """What the library knows of S3, for all clients: reading it takes 100 ms, and each session would by itself."""
+    return botocore.session.Session().get_component("data_loader")
 
 
 def _version(answer: dict[str, Any]) -> str:

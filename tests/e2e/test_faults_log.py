@@ -14,6 +14,8 @@ from tests.e2e.processes import kill, processes_of
 from tests.e2e.tiny_stack import BASE, TinyWorld, register_content
 from tests.e2e.traffic import PATIENCE_SECONDS, ask, assert_is_of, at_last
 
+EASIER = ("full disk", "no reader")  # than a pipe whose writer waits for ever
+
 
 @contextmanager
 def spoiled(log: Path, trouble: str) -> Iterator[None]:
@@ -36,7 +38,8 @@ def spoiled(log: Path, trouble: str) -> Iterator[None]:
         os.close(writer)
 
 
-@pytest.mark.parametrize("trouble", ["full disk", "no reader", "full pipe"])
+# The supervisor's own tests take all of them in a default run.
+@pytest.mark.parametrize("trouble", [*(pytest.param(each, marks=pytest.mark.slow) for each in EASIER), "full pipe"])
 async def test_a_log_that_cannot_be_written_stops_nothing(world: TinyWorld, tmp_path: Path, trouble: str) -> None:
     stack, content = world.stack(tmp_path), world.contents[0]
     with ExitStack() as logs:

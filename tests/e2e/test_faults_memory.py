@@ -99,7 +99,8 @@ def unmount(folder: Path) -> None:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-@pytest.mark.parametrize("flag", ["--max-adapters=2", pytest.param("--adapter-memory=1MiB", marks=pytest.mark.slow)])
+@pytest.mark.slow  # a default run asks the engine process alone, in its own tests
+@pytest.mark.parametrize("flag", ["--max-adapters=2", "--adapter-memory=1MiB"])
 async def test_when_all_is_pinned_others_are_told_so_and_served_after_an_unload(
     world: TinyWorld, tmp_path: Path, flag: str
 ) -> None:

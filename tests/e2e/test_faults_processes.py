@@ -44,11 +44,13 @@ async def replica(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) ->
 
 async def with_a_version_deleted(world: TinyWorld, client: Client, adapter: str) -> str:
     """Registers two versions and has the replica know them, deletes the first, and returns when the replica knows of
-    a third: then the watch has told of all before. The content of the second."""
+    a third: it has an answer for the name from before, so the watch has told of all until then. The content of the
+    second."""
     deleted, kept, after = world.contents[8:11]
     for number, content in enumerate((deleted, kept), 1):
         await register_content(client, adapter, content)
         await ask(client, 0, f"{adapter}@{number}")
+    await ask(client, 0, adapter)
     name = f"namespaces/default/adapters/{adapter}/versions/1"
     await client.call(client.registry.DeleteAdapterVersion(registry_pb2.DeleteAdapterVersionRequest(name=name)))
     await register_content(client, adapter, after)

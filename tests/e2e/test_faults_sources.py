@@ -90,7 +90,8 @@ LASTING: dict[str, tuple[Fault, str]] = {
 }
 
 
-@pytest.mark.parametrize("where", ["hub", "s3"])
+# A default run takes one store for each of the next two tests; the tests of downloads take every store for all faults.
+@pytest.mark.parametrize("where", ["hub", pytest.param("s3", marks=pytest.mark.slow)])
 async def test_a_source_that_goes_wrong_fails_its_own_requests_until_it_is_right_again(
     world: TinyWorld, remote: Remote, where: str
 ) -> None:
@@ -126,7 +127,7 @@ PASSING: dict[str, Fault] = {
 }
 
 
-@pytest.mark.parametrize("where", ["hub", "s3"])
+@pytest.mark.parametrize("where", [pytest.param("hub", marks=pytest.mark.slow), "s3"])
 async def test_downloads_get_over_what_passes(world: TinyWorld, remote: Remote, where: str) -> None:
     client, store = remote.client, remote.stores[where]
     first = {"hub": 10, "s3": 22}[where]

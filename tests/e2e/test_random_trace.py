@@ -22,7 +22,7 @@ from tests.e2e.oracle import LOGPROB_TOLERANCE, Comparison
 from tests.e2e.streams import collect
 from tests.e2e.tiny_stack import BASE, PROMPTS, TinyWorld
 
-STEPS = [400, pytest.param(2_000, marks=pytest.mark.slow)]
+STEPS = [250, pytest.param(2_000, marks=pytest.mark.slow)]
 NAMES = [f"adapter-{number}" for number in range(12)]
 CONCURRENCY = 12
 MEMORY_SECONDS = 10.0

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from inference_service import __main__ as command
 from inference_service.adapters.config import AdapterProcessStart
-from inference_service.config import ApiStart, InferenceConfig, parse_size
+from inference_service.config import ENV_PREFIX, ApiStart, InferenceConfig, parse_size
 from inference_service.engine.config import EngineConfig
 from inference_service.launch import child_specs, find_base_model
 from inference_service.machine_checks import kernel_cache
@@ -159,7 +159,10 @@ def error_of(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
-def test_what_prevents_a_start_is_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_prevents_a_start_is_one_line(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"{ENV_PREFIX}LISTEN", "127.0.0.1:0")  # the usual port may be taken
     assert error_of(capfd) == "error: --model (not given): is required"
     assert "neither a folder nor a Hub id" in error_of(capfd, "--model", "/no/such")
     assert "error: --host-memory: " in error_of(capfd, "--model", str(folder), "--host-memory", "999999TiB")

@@ -16,6 +16,12 @@ DTYPES = (
     torch.float16,
     pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")]),
 )
+# For what is tried in float16 elsewhere too, and takes the interpreter long.
+FEWER_DTYPES = (
+    torch.float32,
+    pytest.param(torch.float16, marks=[] if HAS_GPU else [pytest.mark.slow]),
+    DTYPES[-1],
+)
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 

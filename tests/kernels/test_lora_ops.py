@@ -212,7 +212,9 @@ DEVICES = ["cpu", on_gpu("cuda")]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("slot", [1, 3, 4])  # of rank 3, 64 and 200
+@pytest.mark.parametrize(  # of rank 3, 64 and 200
+    "slot", [1, pytest.param(3, marks=[] if HAS_GPU else pytest.mark.slow), 4]
+)
 @pytest.mark.parametrize("op", list(KERNELS))
 def test_a_row_depends_on_no_other_row(op: str, slot: int, device: str) -> None:
     """The first row of a bucket keeps its bits whatever the others are, and whichever share its adapter."""

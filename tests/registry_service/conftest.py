@@ -39,7 +39,7 @@ TINY = {
 @pytest.fixture(scope="session")
 def postgres():
     """Connection string of a server on a Unix socket, without a database name."""
-    with embedded_postgres("fsync=off", "max_connections=60") as server:
+    with embedded_postgres("fsync=off", "full_page_writes=off", "autovacuum=off", "max_connections=60") as server:
         yield server.url
 
 

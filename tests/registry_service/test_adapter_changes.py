@@ -77,29 +77,29 @@ async def test_of_updates_with_one_etag_one_wins(registry, two_versions):
     assert all(isinstance(each, EtagMismatch) for each in found if isinstance(each, Exception))
 
 
-@pytest.mark.parametrize(
-    ("paths", "fields", "field", "said"),
-    [
-        (["nosuch"], {}, "update_mask", "'nosuch' is not a field"),
-        (["base_model"], {}, "update_mask", "'base_model' cannot be updated"),
-        (["*", "labels"], {}, "update_mask", "'*' is not"),
-        (["labels.team"], {}, "update_mask", "'labels.team' is not"),
-        (["labels"], {"labels": {"": "x"}}, "adapter.labels['']", "keys"),
-        (["annotations"], {"annotations": {"k": "\0"}}, "adapter.annotations['k']", "printable"),
-        (["description"], {"description": "x" * 5000}, "adapter.description", "4096"),
-        (["residency"], {"residency": 9}, "adapter.residency", "9"),
-        (["default_alias"], {"default_alias": "7"}, "adapter.default_alias", "letter"),
-        (["default_alias"], {"default_alias": "nosuch"}, "adapter.default_alias", "no alias nosuch"),
-    ],
-)
-async def test_updates_that_are_refused(registry, two_versions, paths, fields, field, said):
+REFUSED_UPDATES = [  # paths of the mask, fields of the adapter, the field that is wrong, and what is said of it
+    (["nosuch"], {}, "update_mask", "'nosuch' is not a field"),
+    (["base_model"], {}, "update_mask", "'base_model' cannot be updated"),
+    (["*", "labels"], {}, "update_mask", "'*' is not"),
+    (["labels.team"], {}, "update_mask", "'labels.team' is not"),
+    (["labels"], {"labels": {"": "x"}}, "adapter.labels['']", "keys"),
+    (["annotations"], {"annotations": {"k": "\0"}}, "adapter.annotations['k']", "printable"),
+    (["description"], {"description": "x" * 5000}, "adapter.description", "4096"),
+    (["residency"], {"residency": 9}, "adapter.residency", "9"),
+    (["default_alias"], {"default_alias": "7"}, "adapter.default_alias", "letter"),
+    (["default_alias"], {"default_alias": "nosuch"}, "adapter.default_alias", "no alias nosuch"),
+]
+
+
+async def test_updates_that_are_refused(registry, two_versions):
     revision = await registry.revision()
-    adapter = {"name": "a", **fields}
-    error = await registry.refused(InvalidArgument, "UpdateAdapter", adapter=adapter, update_mask={"paths": paths})
-    (violation,) = error.violations
-    assert violation.field == field
-    assert said in violation.description
-    assert await registry.revision() == revision
+    for paths, fields, field, said in REFUSED_UPDATES:
+        adapter = {"name": "a", **fields}
+        error = await registry.refused(InvalidArgument, "UpdateAdapter", adapter=adapter, update_mask={"paths": paths})
+        (violation,) = error.violations
+        assert violation.field == field
+        assert said in violation.description
+        assert await registry.revision() == revision
 
 
 async def test_what_is_not_there_cannot_be_updated(registry, two_versions):

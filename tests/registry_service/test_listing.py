@@ -116,7 +116,16 @@ async def test_orders(registry, fleet):
     assert [version.name[-1] for version in answer.versions] == ["2", "1"]
 
 
-@pytest.mark.parametrize("order", ["", "name desc", "create_time", "base_model, create_time desc", "update_time desc"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        "",
+        pytest.param("name desc", marks=pytest.mark.slow),
+        pytest.param("create_time", marks=pytest.mark.slow),
+        "base_model, create_time desc",
+        "update_time desc",
+    ],
+)
 async def test_pages_show_each_once_whatever_is_inserted(registry, fleet, folders, order):
     wanted = await names(registry, "", order_by=order)
     found, token = [], ""

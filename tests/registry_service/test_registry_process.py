@@ -158,20 +158,20 @@ def test_a_database_that_cannot_be_used_is_one_line(tmp_path, capfd):
     assert not (tmp_path / "no").exists()
 
 
-@pytest.mark.parametrize("command", ["serve", "migrate", "export", "restore", "new-epoch"])
-def test_a_newer_database_is_refused_by_every_command_in_one_line(empty_database_url, command, capfd):
+def test_a_newer_database_is_refused_by_every_command_in_one_line(empty_database_url, capfd):
     migrations.upgrade(empty_database_url)
     at(empty_database_url, "0007")
     capfd.readouterr()
-    listen = ["--listen", "127.0.0.1:0"] if command == "serve" else []
-    assert main([command, *listen, "--database", empty_database_url]) == 1
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line == (
-        f"error: the database is newer than this registry: it is at revision 0007, and this version knows them up to "
-        f"{migrations.head()}; run the version that migrated it, or go back to a backup from before "
-        "(`loraplex registry restore` of this version, into an empty database)"
-    )
-    assert at(empty_database_url) == "0007"
+    # The last one sets up a log, which would tell of migrations.
+    for command in (["migrate"], ["export"], ["restore"], ["new-epoch"], ["serve", "--listen", "127.0.0.1:0"]):
+        assert main([*command, "--database", empty_database_url]) == 1, command
+        (line,) = capfd.readouterr().err.splitlines()
+        assert line == (
+            f"error: the database is newer than this registry: it is at revision 0007, and this version knows them up "
+            f"to {migrations.head()}; run the version that migrated it, or go back to a backup from before "
+            "(`loraplex registry restore` of this version, into an empty database)"
+        ), command
+        assert at(empty_database_url) == "0007", command
 
 
 def at(url, revision=None):

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import uuid
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from shared.errors import (
     SourceUnavailable,
 )
 from shared.sources.credentials import Credential
+from shared.sources.policy import Patience, SourcePolicy
 from shared.sources.remote import HEAD_BYTES
 from tests.shared.sources.fault_proxy import Fault
 from tests.shared.sources.hub_server import TOKEN, Repo
@@ -32,6 +34,14 @@ WEIGHTS = "adapter_model.safetensors"
 def database_url(tmp_path):
     """The sources do not care which database there is."""
     return f"sqlite:///{tmp_path}/registry.db"
+
+
+@pytest.fixture(autouse=True)
+def _attempts_follow_each_other_fast(monkeypatch):
+    """As many as ever, without the seconds between them."""
+    monkeypatch.setattr(
+        "registry_service.server.SourcePolicy", partial(SourcePolicy, patience=Patience(first_delay=0.01))
+    )
 
 
 @pytest.fixture
@@ -146,8 +156,6 @@ async def test_what_is_wrong_with_a_source_is_told(registry, hub, s3, files):
         (Fault(status=429, headers=(("Retry-After", "30"),)), SourceUnavailable),
     ]:
         for store, source, credential in ((hub, uri, "hub"), (s3, s3.put("a", made), "store")):
-            if fault.status == 500 and store is hub:  # it takes seconds, as `down` does below
-                continue
             store.fault(fault)
             found = await refused(registry, error, source, credential)
             assert (found.retry_after or 0) == (30 if fault.headers else found.retry_after or 0)

@@ -124,6 +124,7 @@ async def test_a_hostile_template_fails_its_own_requests_only(tmp_path: Path) ->
             num_rounds += 1
             for adapter in ("", "pirate", "good"):
                 assert text_of(await generate(channel, request(adapter=adapter, chat=CHAT))) == "ok"
+            await asyncio.sleep(0.05)
         error = await hostile
         assert isinstance(error, AdapterInvalid)
         assert error.metadata["file"] == "chat_template.jinja"

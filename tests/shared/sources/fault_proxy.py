@@ -99,13 +99,15 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self, fault: Fault | None) -> None:
         seen = Seen(self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, [0])
         self.proxy.seen.append(seen)
-        with suppress(OSError):
+        try:
             if fault is not None and fault.dripping:
                 self._drip()
             elif fault is not None and fault.status:
                 self._answer(fault)
             else:
                 self._forward(fault or Fault(), seen)
+        except OSError:
+            self.close_connection = True  # else the client waits for an answer that nobody gives
 
     def _drip(self) -> None:
         self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
