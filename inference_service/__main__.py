@@ -11,19 +11,22 @@ from pathlib import Path
 from inference_service.adapters.host_arena import create_host_arena
 from inference_service.child import Outlets
 from inference_service.config import ENV_PREFIX, InferenceConfig, parse_size
-from inference_service.launch import addresses, child_specs, find_base_model
+from inference_service.launch import addresses, child_specs, engine_config, find_base_model
 from inference_service.machine_checks import check_machine
 from inference_service.metrics import ReplicaCollector
 from inference_service.metrics_feed import ReplicaFeed
 from inference_service.run_folder import run_folder
-from inference_service.supervisor import Supervisor
+from inference_service.setting_checks import check_settings
+from inference_service.supervisor import HangPolicy, Supervisor
 from inference_service.types import EXIT_CONFIG
 from shared import log
+from shared.auth.open_access import warn_of_open_access
 from shared.config import ConfigError, load
 from shared.errors import InvalidArgument, LoraplexError
 from shared.flags import flag_parser, startup_error
 from shared.listening import check_listen
 from shared.metrics import MetricsServer
+from shared.standard_streams import fill_standard_streams
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,7 @@ _SERVICE = "inference-supervisor"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a replica until SIGTERM or SIGINT; the exit code. What prevents a start is one line on standard error."""
+    fill_standard_streams()
     flags = vars(
         flag_parser(InferenceConfig, "loraplex serve", "Serve one base model and its adapters.").parse_args(argv)
     )
@@ -41,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = load(InferenceConfig, toml=toml, env=os.environ, prefix=ENV_PREFIX, flags=flags)
             log.setup(_SERVICE, config.log_level, errors)
             check_ports(config)
+            warn_of_open_access(config, config.listen)
             code, failure = run(config, Outlets(output, errors))
         except (ConfigError, InvalidArgument) as error:
             code, failure = EXIT_CONFIG, startup_error(error, InferenceConfig)
@@ -59,20 +64,22 @@ def run(config: InferenceConfig, outlets: Outlets) -> tuple[int, str]:
     """
     base = find_base_model(config)
     check_machine(config, base.device)
+    check_settings(config, base, engine_config(config, base))
     host_arena = _host_arena(config)
-    with run_folder() as folder, _metrics(config, base.model_id, folder) as feed:
-        supervisor = Supervisor(child_specs(config, base, folder, host_arena), outlets, observer=feed)
+    with run_folder() as folder, _feed(config, base.model_id, folder) as feed:
+        hangs = HangPolicy(config.hang_timeout, {"engine": feed.ask_engine, "adapters": feed.ask_adapters})
+        supervisor = Supervisor(child_specs(config, base, folder, host_arena), outlets, observer=feed, hangs=hangs)
         code = asyncio.run(supervisor.run())
     return code, "" if supervisor.failure is None else f"error: {supervisor.failure}"
 
 
 @contextmanager
-def _metrics(config: InferenceConfig, model_id: str, folder: Path) -> Iterator[ReplicaFeed | None]:
-    """What feeds the metrics, and the server that shows them; None if they are not wanted."""
-    if not config.metrics_listen:
-        yield None
-        return
+def _feed(config: InferenceConfig, model_id: str, folder: Path) -> Iterator[ReplicaFeed]:
+    """What asks the processes how they are, and the server that shows it as metrics, if these are wanted."""
     feed = ReplicaFeed(model_id, config.max_adapters, *addresses(folder))
+    if not config.metrics_listen:
+        yield feed
+        return
     server = MetricsServer(config.metrics_listen, ReplicaCollector(lambda: feed.snapshot))
     logger.info("metrics", extra={"port": server.port})
     try:
@@ -90,9 +97,12 @@ def _host_arena(config: InferenceConfig) -> int:
 
 def check_ports(config: InferenceConfig) -> None:
     """Several processes can share a port only if it is known, and nobody else may have it. Raises InvalidArgument."""
-    if config.api_processes > 1 and config.listen.endswith(":0"):
-        raise InvalidArgument.of("listen", "port 0 needs --api-processes 1: each process would get another port")
-    check_listen(config.listen, reuse_port=config.api_processes > 1)
+    are_several = config.api_processes > 1
+    for setting, address in (("listen", config.listen), ("health_listen", config.health_listen)):
+        if are_several and address.endswith(":0"):
+            raise InvalidArgument.of(setting, "port 0 needs --api-processes 1: each process would get another port")
+        if address:
+            check_listen(address, reuse_port=are_several, setting=setting)
 
 
 if __name__ == "__main__":

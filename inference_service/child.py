@@ -55,7 +55,8 @@ class Child:
     """One process at a time of one spec. Its standard input stays open as long as the supervisor lives.
 
     Its output is read as long as it lives, so that it never waits for a pipe, whatever becomes of `outlets`.
-    `on_report`: takes what it reports (`REPORT_PREFIX`). `is_ready`: it has said that its start is over.
+    `on_report`: takes what it reports (`REPORT_PREFIX`). `is_ready`: it has said that its start is over. `was_hung`: it
+    was killed because it hung.
     `last_words`: what its last line of standard error tells.
     """
 
@@ -64,13 +65,19 @@ class Child:
         self._outlets = outlets
         self._on_report = on_report
         self.is_ready = False
+        self.was_hung = False
         self.last_words = ""
         self._process: asyncio.subprocess.Process | None = None
         self._relays: list[asyncio.Task[None]] = []
 
+    @property
+    def is_up(self) -> bool:
+        """Whether its start is over and it has not ended since."""
+        return self.is_ready and self._process is not None and self._process.returncode is None
+
     async def spawn(self, *, is_restart: bool) -> None:
         """Start the process. Its own process group keeps a terminal's Ctrl-C from it."""
-        self.is_ready, self.last_words = False, ""
+        self.is_ready, self.was_hung, self.last_words = False, False, ""
         process = await asyncio.create_subprocess_exec(
             *self.spec.argv,
             stdin=asyncio.subprocess.PIPE,
@@ -105,6 +112,13 @@ class Child:
         """Send it an event, if it listens to events."""
         if self.spec.hears_events:
             self._write(json.dumps({"event": event}).encode() + b"\n")
+
+    def kill(self) -> None:
+        """SIGKILL at once, for it hangs; who waits for its end sees to the rest. Not if it has ended meanwhile."""
+        if self._process is not None and self._process.returncode is None:
+            self.was_hung = True
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     async def stop(self) -> None:
         """SIGTERM; SIGKILL if it has not ended within its grace."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from inference_service.engine.event_queue import MAX_UNREAD
+from inference_service.hang_watch import LEAST_TIMEOUT
 from shared.auth.settings import AccessSettings
 from shared.config import is_address
 from shared.limits import LimitSettings
@@ -20,6 +21,7 @@ ENV_PREFIX = "LORAPLEX_INFERENCE_"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 _UNITS["ti"] = 1 << 40
+_UNITS_TEXT = " (bytes, or with kB, MB, GB, TB, KiB, MiB, GiB, TiB)"
 _LARGEST_SIZE = 1 << 60
 _LEAST_ADAPTER_MEMORY = 1 << 20  # no adapter of any model is as small as that
 _CACHE_DIR = Path("~/.cache/loraplex")
@@ -43,11 +45,11 @@ def _bytes(text: str) -> int:
 
 
 def _is_size(text: str) -> str | None:
-    return None if _bytes(text) > 0 else "a size such as 256MiB"
+    return None if _bytes(text) > 0 else f"a size such as 256MiB{_UNITS_TEXT}"
 
 
 def _is_adapter_memory(text: str) -> str | None:
-    return None if _bytes(text) >= _LEAST_ADAPTER_MEMORY else "a size such as 256MiB, of 1MiB or more"
+    return None if _bytes(text) >= _LEAST_ADAPTER_MEMORY else f"a size such as 256MiB, of 1MiB or more{_UNITS_TEXT}"
 
 
 def _is_positive(value: float) -> str | None:
@@ -56,6 +58,10 @@ def _is_positive(value: float) -> str | None:
 
 def _is_limit(value: float) -> str | None:
     return None if 0 <= value < 1 << 31 else "a number, 0 for no limit"
+
+
+def _is_hang_timeout(value: float) -> str | None:
+    return None if value == 0 or LEAST_TIMEOUT <= value < 1 << 31 else f"0, or {LEAST_TIMEOUT:.0f} seconds and more"
 
 
 def _is_share(value: float) -> str | None:
@@ -123,7 +129,11 @@ class InferenceConfig(AccessSettings, LimitSettings):
     )
     adapter_memory: str | None = _setting(None, "device memory for adapters", check=_is_adapter_memory)
     kv_cache_memory: str | None = _setting(None, "device memory for keys and values", check=_is_size)
-    max_model_len: int | None = _setting(None, "tokens of prompt and output together", check=_is_positive)
+    max_model_len: int | None = _setting(
+        None,
+        "tokens of prompt and output together, at most what the model and the KV cache take; by default 8192",
+        check=_is_positive,
+    )
     max_num_seqs: int | None = _setting(None, "sequences in one step", check=_is_positive)
     max_batched_tokens: int | None = _setting(None, "tokens computed in one step", check=_is_positive)
     max_adapters: int = _setting(128, "adapters on the device at once", check=_is_positive)
@@ -173,6 +183,11 @@ class InferenceConfig(AccessSettings, LimitSettings):
         60.0,
         "seconds that readiness waits for adapters that are to be PRELOADed or PINNED; 0: it does not",
         check=_is_limit,
+    )
+    hang_timeout: float = _setting(
+        60.0,
+        "seconds after which a process that is ready and answers nothing is killed and started again; 0: never",
+        check=_is_hang_timeout,
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least severe level to log")
 

@@ -21,6 +21,7 @@ from shared.base_model import default_id, parse_config
 from shared.base_weights import dummy_fingerprint, fingerprint_with_weights
 from shared.channel import ClientIdentity
 from shared.errors import InvalidArgument
+from shared.grpc_environment import grpc_environment
 from shared.model_folder import load_raw_config, resolve_model
 from shared.references import check_id
 
@@ -30,9 +31,6 @@ _STOP_SECONDS = 10.0
 # glibc raises its threshold for blocks that go back to the system to the largest that was freed, and the engine's
 # tensors, of a new size each step, then leave a heap that grows by gigabytes. A threshold that was set stays.
 _ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(128 << 10)}
-# API processes start text workers, uvloop does that with fork, and gRPC would start its threads again in the child:
-# often enough these crash before the child has become a worker. Read when grpc is imported.
-_NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 
 class BaseModel(NamedTuple):
@@ -50,7 +48,7 @@ def find_base_model(config: InferenceConfig) -> BaseModel:
 
     Raises:
         InvalidArgument: the model cannot be served: names the key, tensor or architecture.
-        SourceUnavailable: it must be downloaded, and the Hub does not answer.
+        LoraplexError: it must be downloaded, and cannot be (`shared.model_download`).
     """
     is_dummy = config.load_format == "dummy"
     folder = resolve_model(config.model, with_weights=not is_dummy)
@@ -90,7 +88,7 @@ def child_specs(config: InferenceConfig, base: BaseModel, folder: Path, host_are
         engine_address=api_address,
     )
     engine = {
-        "config": _engine_config(config, base),
+        "config": engine_config(config, base),
         "api_address": api_address,
         "adapter_address": adapter_address,
         "host_arena_fd": host_arena_fd,
@@ -101,7 +99,15 @@ def child_specs(config: InferenceConfig, base: BaseModel, folder: Path, host_are
     again = msgspec.structs.replace(adapters, wait_for_engine=True)
     api_grace = config.drain_grace + _STOP_SECONDS
     return [
-        _spec("adapters", "inference_service.adapters.process", adapters, again, stage=2, fds=(host_arena_fd,)),
+        _spec(
+            "adapters",
+            "inference_service.adapters.process",
+            adapters,
+            again,
+            stage=2,
+            fds=(host_arena_fd,),
+            environment=grpc_environment(),
+        ),
         _spec(
             "engine",
             "inference_service.engine.process",
@@ -119,7 +125,7 @@ def child_specs(config: InferenceConfig, base: BaseModel, folder: Path, host_are
                 stage=0,
                 grace=api_grace,
                 hears_events=True,
-                environment=_NO_FORK_HANDLERS,
+                environment=grpc_environment(starts_processes=True),  # text workers
             )
             for _ in range(config.api_processes)
         ),
@@ -174,15 +180,20 @@ def _api_start(config: InferenceConfig, base: BaseModel, api_address: str, adapt
     )
 
 
+def registry_identity(config: InferenceConfig) -> ClientIdentity:
+    """How this replica shows the registry who it is."""
+    return ClientIdentity(
+        token_file=config.registry_token_file,
+        ca=config.registry_ca,
+        cert=config.registry_cert,
+        key=config.registry_key,
+    )
+
+
 def _adapter_config(config: InferenceConfig, base: BaseModel) -> AdapterProcessConfig:
     return AdapterProcessConfig(
         registry=config.registry,
-        registry_identity=ClientIdentity(
-            token_file=config.registry_token_file,
-            ca=config.registry_ca,
-            cert=config.registry_cert,
-            key=config.registry_key,
-        ),
+        registry_identity=registry_identity(config),
         base_model=base.model_id,
         model_folder=str(base.folder),
         weights_fingerprint=base.weights_fingerprint,
@@ -208,7 +219,8 @@ def _replica_name(config: InferenceConfig) -> str:
     return f"{host}:{port if port.isdigit() and int(port) else uuid.uuid4().hex[:8]}"
 
 
-def _engine_config(config: InferenceConfig, base: BaseModel) -> EngineConfig:
+def engine_config(config: InferenceConfig, base: BaseModel) -> EngineConfig:
+    """The engine's settings. Raises InvalidArgument, which names the setting."""
     try:
         return EngineConfig(
             model=str(base.folder),

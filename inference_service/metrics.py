@@ -14,6 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from inference_service import metrics_labels as known
+from inference_service.metrics_labels import from_zero
 from inference_service.request_stats import RequestStats
 from inference_service.stats import SECONDS_BOUNDS, AdapterStats, EngineStats, Seconds, TokenCounts
 from inference_service.types import MemoryBudget, ResidentAdapter
@@ -36,6 +38,7 @@ class Snapshot:
         names: How clients name adapters, by digest.
         requests: Sums over all API processes that there have been.
         adapter_tokens: Served by all engines that there have been, by the name of the adapter.
+        restarts: Processes that were started again, by what they are and why.
     """
 
     model: str
@@ -48,6 +51,7 @@ class Snapshot:
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     requests: RequestStats = field(default_factory=RequestStats)
     adapter_tokens: dict[str, TokenCounts] = field(default_factory=dict)
+    restarts: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 class ReplicaCollector(Collector):
@@ -68,6 +72,8 @@ class ReplicaCollector(Collector):
         now = self._snapshot()
         is_up = {("engine",): now.engine is not None, ("adapters",): now.adapters is not None}
         yield _gauges("loraplex_up", "Whether the process answers", ("process",), is_up)
+        text = "Processes started again: they ended, or hung and were killed"
+        yield _counters("loraplex_process_restarts", text, ("process", "reason"), now.restarts)
         yield from _residency(now)
         yield from _requests((now.model,), now.requests)
         yield from _waits_and_errors(now.requests)
@@ -111,7 +117,12 @@ def _lora_requests_info(now: Snapshot, engine: EngineStats, seconds: float) -> M
 
 
 def _names(now: Snapshot, digests: Iterable[str]) -> list[str]:
-    """How clients name these adapters, each name once: two versions of an adapter may share one."""
+    """How clients name these adapters, each name once: two versions of an adapter may share one.
+
+    None that no request can use, or a gateway would send their requests here.
+    """
+    if now.adapters is not None and now.adapters.base_model_conflict:
+        return []
     return list(dict.fromkeys(name for digest in digests for name in now.names.get(digest, ())))
 
 
@@ -148,12 +159,13 @@ def _loads(engine: EngineStats) -> Iterator[Metric]:
     yield _histograms("vllm:lora_adapter_load_seconds", "From the request for an adapter to READY", (), {(): total})
     phases = {(phase,): seconds for phase, seconds in engine.load_seconds.items() if phase != "total"}
     yield _histograms("loraplex_adapter_load_phase_seconds", "Parts of a load to the device", ("phase",), phases)
-    for name, text, label, counts in (
-        ("loraplex_adapter_hits", "Requests for an adapter, by the tier that held it", "tier", engine.hits),
-        ("loraplex_adapter_evictions", "Adapters that left the device", "reason", engine.evictions),
-        ("loraplex_adapter_load_failures", "Loads to the device that failed", "reason", engine.load_failures),
-    ):
-        yield _counters(name, text, (label,), {(key,): count for key, count in counts.items()})
+    hits: dict[Labels, int] = {(tier,): count for tier, count in engine.hits.items()}
+    text = "Requests for an adapter, by the tier that held it"
+    yield _counters("loraplex_adapter_hits", text, ("tier",), from_zero(known.TIERS, hits))
+    evictions = from_zero(known.EVICTIONS, {(reason,): count for reason, count in engine.evictions.items()})
+    yield _counters("loraplex_adapter_evictions", "Adapters that left the device", ("reason",), evictions)
+    failures = from_zero(known.LOAD_FAILURES, {(reason,): count for reason, count in engine.load_failures.items()})
+    yield _counters("loraplex_adapter_load_failures", "Loads to the device that failed", ("reason",), failures)
     num_waiting = len(engine.adapters_waiting)
     yield _gauges("loraplex_adapters_waiting", "Adapters that requests wait for", (), {(): num_waiting})
     yield _gauges("loraplex_adapter_wait_seconds", "Longest of these waits", (), {(): engine.waited_longest})
@@ -193,9 +205,9 @@ def _adapter_process(adapters: AdapterStats) -> Iterator[Metric]:
     yield _histograms("loraplex_adapter_stage_phase_seconds", "Parts of a load to host memory", ("phase",), phases)
     fetched = {(): adapters.fetched_bytes}
     yield _counters("loraplex_fetched_bytes", "Bytes of adapters downloaded", (), fetched)
-    failures = {(reason,): count for reason, count in adapters.failures.items()}
+    failures = from_zero(known.STAGE_FAILURES, {(reason,): count for reason, count in adapters.failures.items()})
     yield _counters("loraplex_stage_failures", "Resolutions and loads that failed", ("reason",), failures)
-    evictions = {(tier,): count for tier, count in adapters.evictions.items()}
+    evictions = from_zero(known.STAGE_EVICTIONS, {(tier,): count for tier, count in adapters.evictions.items()})
     yield _counters("loraplex_stage_evictions", "Adapters that left a tier for others", ("tier",), evictions)
 
 
@@ -204,6 +216,8 @@ def _registry(adapters: AdapterStats, now: float) -> Iterator[Metric]:
     yield _gauges("loraplex_registry_revision", "Latest that is known here", (), {(): adapters.registry_revision})
     text = "Changes that the registry is known to have and that were not heard of"
     yield _gauges("loraplex_registry_lag_revisions", text, (), {(): adapters.registry_lag})
+    text = "1 if the registry has another base model of this id, so that no adapter is served"
+    yield _gauges("loraplex_base_model_conflict", text, (), {(): bool(adapters.base_model_conflict)})
     heard_at = adapters.registry_heard_at
     silence = {} if heard_at is None else {(): max(now - heard_at, 0.0)}
     yield _gauges("loraplex_registry_silence_seconds", "Since its watch was last up to date", (), silence)
@@ -237,7 +251,8 @@ def _requests(model: Labels, requests: RequestStats) -> Iterator[Metric]:
         yield _histograms(name, text, label, {model: seconds})
     yield _counters("vllm:prompt_tokens", "Tokens of prompts", label, {model: requests.tokens.prompt})
     yield _counters("vllm:generation_tokens", "Tokens of answers", label, {model: requests.tokens.generated})
-    finished = {(*model, reason): count for reason, count in sorted(requests.finished.items())}
+    ends = from_zero(known.FINISHED, {(reason,): n for reason, n in requests.finished.items()})
+    finished = {(*model, *reason): count for reason, count in ends.items()}
     yield _counters("vllm:request_success", "Requests by how they ended", (MODEL, "finished_reason"), finished)
 
 
@@ -249,9 +264,9 @@ def _waits_and_errors(requests: RequestStats) -> Iterator[Metric]:
     }
     text = "Until admission: for an adapter's files, for its place on the device, and for anything else"
     yield _histograms("loraplex_queue_wait_seconds", text, ("reason",), waits)
-    calls = {tuple(call.split()): count for call, count in sorted(requests.calls.items())}
+    calls = from_zero(known.CALLS, {tuple(call.split()): count for call, count in sorted(requests.calls.items())})
     yield _counters("loraplex_calls", "Calls that ended, those that were not let in too", ("rpc", "code"), calls)
-    errors = {(reason,): count for reason, count in sorted(requests.errors.items())}
+    errors = from_zero(known.REQUEST_ERRORS, {(reason,): n for reason, n in sorted(requests.errors.items())})
     yield _counters("loraplex_request_errors", "Requests refused, failed or left", ("reason",), errors)
 
 

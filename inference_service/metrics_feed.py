@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
 
 import msgspec
@@ -16,7 +16,7 @@ from inference_service.request_stats import ApiReport, RequestStats, add_up
 from inference_service.stats import AdapterStats, EngineStats
 from inference_service.types import EngineReady, ResidentAdapter, StagedAdapter
 from shared.auth import DEFAULT_NAMESPACE
-from shared.errors import EngineUnavailable, LoraplexError
+from shared.errors import EngineUnavailable, LoraplexError, SourceUnavailable
 from shared.references import parse_version_name
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,10 @@ class ApiReports:
 
 
 class ReplicaFeed:
-    """The supervisor's observer. `snapshot` is replaced as a whole, so that any thread may read it."""
+    """The supervisor's observer. `snapshot` is replaced as a whole, so that any thread may read it.
+
+    `restarts`: of processes, by what they are and why.
+    """
 
     def __init__(self, model: str, max_adapters: int, engine_address: str, adapter_address: str) -> None:
         self.snapshot = Snapshot(model, max_adapters)
@@ -99,6 +102,7 @@ class ReplicaFeed:
         self._tokens = AdapterTokens()
         self._staged: list[StagedAdapter] = []  # as it was when `_listed` was true
         self._listed: tuple[AdapterStats, set[str]] | None = None
+        self.restarts: Counter[tuple[str, str]] = Counter()
 
     def on_report(self, line: str) -> None:
         """An API process says what it has counted."""
@@ -110,6 +114,22 @@ class ReplicaFeed:
             self._engine.engine_down()
         elif event == "adapters_down" and self._adapters is not None:
             self._adapters.adapters_down()
+
+    def on_restart(self, role: str, *, was_hung: bool) -> None:
+        """A process has ended and is started again."""
+        self.restarts[role, "hang" if was_hung else "end"] += 1
+
+    async def ask_engine(self) -> None:
+        """Returns when the engine has answered; raises EngineUnavailable while it cannot be asked."""
+        if self._engine is None:
+            raise EngineUnavailable("the engine is not known yet")
+        await self._engine.stats()
+
+    async def ask_adapters(self) -> None:
+        """Returns when the adapter process has answered; raises SourceUnavailable while it cannot be asked."""
+        if self._adapters is None:
+            raise SourceUnavailable("the adapter process is not known yet")
+        await self._adapters.stats()
 
     async def run(self) -> None:
         """Ask every second, until cancelled."""
@@ -163,6 +183,7 @@ class ReplicaFeed:
             names.all(self._staged),
             self._reports.total(),
             self._tokens.totals(),
+            dict(self.restarts),
         )
 
     async def _ask_adapters(self, adapters: AdapterClient, wanted: set[str]) -> AdapterStats | None:

@@ -100,6 +100,7 @@ def _adapters(stats: AdapterStats) -> pb.AdapterStatus:
         evictions=stats.evictions,
         failures=stats.failures,
         registry_revision=stats.registry_revision,
+        base_model_conflict=stats.base_model_conflict,
     )
 
 

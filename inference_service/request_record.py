@@ -5,7 +5,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -141,6 +141,12 @@ class RequestJournal:
         self._readers = tuple(readers)
         self._keeps_text = keeps_text
         self._span = span
+
+    def refused(self, rpc: str, request: Any, context: Any, error: LoraplexError) -> None:
+        """A call that ended before its handler ran (`shared.auth.gate.Refusals`); only those of Generate are kept."""
+        if rpc == "Generate":
+            with suppress(LoraplexError), self.request(request, context, time.monotonic()):
+                raise error
 
     @contextmanager
     def request(self, request: pb.GenerateRequest, context: Any, arrival: float) -> Iterator[RequestRecord]:

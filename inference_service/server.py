@@ -146,7 +146,9 @@ async def start(
         SERVICE_NAMES,
         reuse_port=reuse_port,
         limits=limits,
-        gate=AccessGate(access.authenticator(), TenantCalls(limits.max_calls_per_tenant, requests)),
+        gate=AccessGate(
+            access.authenticator(), TenantCalls(limits.max_calls_per_tenant, requests), refusals=journal.refused
+        ),
         credentials=access.tls_credentials(),
         health_listen=access.health_listen,
         observers=observers,

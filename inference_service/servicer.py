@@ -35,6 +35,7 @@ from inference_service.types import BlendPart, EngineReady, GenerateSpec, Prepar
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc as pb_grpc
 from shared.auth import Caller, authorize, caller_of
+from shared.blend_errors import of_part
 from shared.errors import AdapterInvalid, AdapterUnloaded, InvalidArgument
 from shared.grpc_server import MAX_MESSAGE_BYTES
 from shared.references import Reference, parse_reference
@@ -228,8 +229,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         references = [_parse(p.reference, caller, field, violations) for p, field in zip(parts, fields, strict=True)]
         violations.check()
         named = [reference for reference in references if reference is not None]
-        for reference in named:
-            authorize(caller, reference.namespace, "reader", reference.adapter)
+        for position, reference in enumerate(named):
+            with of_part(f"blend[{position}]"):
+                authorize(caller, reference.namespace, "reader", reference.adapter)
         weighted = [BlendPart(r.canonical(), part.weight) for r, part in zip(named, parts, strict=True)]
         return await self._adapters.prepare_blend(weighted, choice_key)
 

@@ -148,6 +148,7 @@ class AdapterStats(msgspec.Struct, frozen=True, kw_only=True):
         registry_revision: The highest that the registry has told; 0 before its first answer.
         registry_lag: Changes up to there that the watch has not told.
         registry_heard_at: When the watch last said that it is up to date, of the monotonic clock; None: it never has.
+        base_model_conflict: Why no adapter is served: the registry has another base model of this id. Else empty.
     """
 
     host: Usage
@@ -163,3 +164,4 @@ class AdapterStats(msgspec.Struct, frozen=True, kw_only=True):
     registry_revision: int
     registry_lag: int = 0
     registry_heard_at: float | None = None
+    base_model_conflict: str = ""

@@ -4,11 +4,12 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from inference_service.child import Child, ChildSpec, Outlets, stop_in_stages
 from inference_service.types import EXIT_CONFIG
+from inference_service.watchdog import Ask, watch
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +32,22 @@ class RestartPolicy(NamedTuple):
 
 
 class Observer(Protocol):
-    """Hears what the processes report, and of what happens to them."""
+    """Hears what the processes report, and of what happens to them. `was_hung`: it was killed because of that."""
 
     def on_report(self, line: str) -> None: ...
     def on_event(self, event: str) -> None: ...
+    def on_restart(self, role: str, *, was_hung: bool) -> None: ...
     async def run(self) -> None: ...
+
+
+class HangPolicy(NamedTuple):
+    """A process that is up and does not answer for `timeout` seconds is killed; 0: never.
+
+    `asks`: what is asked of the processes of a role; others are not watched.
+    """
+
+    timeout: float
+    asks: Mapping[str, Ask]
 
 
 class Supervisor:
@@ -47,8 +59,10 @@ class Supervisor:
         outlets: Outlets,
         policy: RestartPolicy | None = None,
         observer: Observer | None = None,
+        hangs: HangPolicy | None = None,
     ) -> None:
         self.failure: str | None = None
+        self._hangs = hangs or HangPolicy(0.0, {})
         self._observer = observer
         self._children = [Child(spec, outlets, observer.on_report if observer else None) for spec in specs]
         self._policy = policy or RestartPolicy()
@@ -67,6 +81,7 @@ class Supervisor:
         keeping = [asyncio.create_task(self._keep(child)) for child in self._children]
         if self._observer is not None:
             keeping.append(asyncio.create_task(self._observer.run()))
+        keeping.extend(self._watch_for_hangs())
         for task in keeping:
             task.add_done_callback(self._on_end)
         try:
@@ -77,6 +92,14 @@ class Supervisor:
             await asyncio.gather(*keeping, return_exceptions=True)
             await stop_in_stages(self._children)
         return 0 if self.failure is None else self._exit_code
+
+    def _watch_for_hangs(self) -> list[asyncio.Task[None]]:
+        """Until a drain begins: a process that ends in order answers less and less."""
+        timeout, asks = self._hangs
+        if timeout <= 0:
+            return []
+        watched = [(child.spec.role, child) for child in self._children if child.spec.role in asks]
+        return [asyncio.create_task(watch(role, child, asks[role], timeout)) for role, child in watched]
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         """Nothing is kept running by a task that has failed, so the replica ends, and whoever started it hears why."""
@@ -111,6 +134,8 @@ class Supervisor:
                 self._fail(reason)
                 return
             log.warning("%s; starting it again", reason)
+            if self._observer is not None:
+                self._observer.on_restart(role, was_hung=child.was_hung)
             await asyncio.sleep(self._policy.delay(quick_ends))
             is_restart = True
 

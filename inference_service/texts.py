@@ -35,12 +35,15 @@ class RequestText(NamedTuple):
     """The text side of a request.
 
     `vocab_size`: token ids that it may name. `eos_ids`: ids that end its sequences beside the base model's.
+    `tokenizer_of`, `template_of`: version name of the adapter whose own they are; empty for the base model's.
     """
 
     tokenizer: RequestTokenizer | None
     template: RequestTemplate | None
     vocab_size: int
     eos_ids: tuple[int, ...] = ()
+    tokenizer_of: str = ""
+    template_of: str = ""
 
 
 class AdapterTexts:
@@ -81,6 +84,8 @@ class AdapterTexts:
             OwnTemplate(own) if loaded.own_template else base.template,
             vocab_size,
             tuple(token_id for token_id in loaded.eos_ids if token_id not in model.config.eos_token_ids),
+            tokenizer_of=adapter.version if loaded.own_tokenizer else "",
+            template_of=adapter.version if loaded.own_template else "",
         )
 
     async def close(self) -> None:

@@ -156,6 +156,7 @@ class Client:
         prompt: Prompt,
         *,
         adapter: str = "",
+        blend: Sequence[Mapping[str, Any]] = (),
         timeout: float | None = None,  # noqa: ASYNC109 - the RPC's deadline, which the server honours too
         stop: Mapping[str, Any] | None = None,
         output: Mapping[str, Any] | None = None,
@@ -167,15 +168,19 @@ class Client:
         Args:
             prompt: Text, token ids, or chat messages `{"role": …, "content": …}`.
             adapter: Reference such as `pirate`, `team/pirate@prod`; empty for the base model.
+            blend: Several instead of `adapter`: `{"reference": "pirate", "weight": 0.7}` for each.
             timeout: Seconds until the request is given up.
             stop, output, request: Fields of the messages Stop, Output and GenerateRequest.
             **sampling: Fields of the message Sampling, such as `temperature=0`.
 
         Raises:
             LoraplexError: the request failed; `reason`, `message` and `metadata` say why.
+            TypeError: an argument is no field of its message; says where it belongs.
         """
-        fields = {**_prompt_field(prompt), "sampling": sampling, "stop": stop, "output": output, **(request or {})}
-        message = inference_pb2.GenerateRequest(adapter=adapter, **fields)
+        for argument, given in (("", sampling), ("stop", stop), ("output", output), ("request", request)):
+            _check_fields(argument, given or {})
+        named = {"adapter": adapter, "blend": [*blend], "sampling": sampling, "stop": stop, "output": output}
+        message = inference_pb2.GenerateRequest(**{**_prompt_field(prompt), **named, **(request or {})})
         call = self.inference.Generate(message, timeout=timeout)
         try:
             async for event in call:
@@ -214,6 +219,25 @@ def _channel(address: str, service: str, identity: ClientIdentity) -> grpc.aio.C
             ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),  # a proxy may acknowledge for who is gone
         ],
     )
+
+
+_FIELDS = {
+    "": inference_pb2.Sampling.DESCRIPTOR.fields_by_name,
+    "stop": inference_pb2.Stop.DESCRIPTOR.fields_by_name,
+    "output": inference_pb2.Output.DESCRIPTOR.fields_by_name,
+    "request": inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name,
+}
+
+
+def _check_fields(argument: str, given: Mapping[str, Any]) -> None:
+    """Raises TypeError unless `given` are fields of the message that `argument` of `generate` stands for."""
+    for name in given:
+        if name in _FIELDS[argument]:
+            continue
+        whose = f"in {argument}=" if argument else "as a keyword"
+        places = [f"{other}={{{name!r}: …}}" if other else f"{name}=…" for other in _FIELDS if name in _FIELDS[other]]
+        advice = f"give {places[0]}" if places else f"there are {', '.join(_FIELDS[argument])}"
+        raise TypeError(f"generate() takes no {name!r} {whose}: {advice}")
 
 
 def _prompt_field(prompt: Prompt) -> dict[str, Any]:

@@ -11,7 +11,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from shared.grpc_environment import grpc_environment
+
+if __name__ == "__main__":
+    os.environ.update(grpc_environment())  # read when gRPC is imported
 
 import uvloop
 
@@ -26,6 +31,7 @@ from shared.flags import flag_parser, startup_error
 from shared.grpc_server import stop_on_signals
 from shared.line_writer import LineWriter
 from shared.process_end import end_process
+from shared.standard_streams import fill_standard_streams
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     What prevents a start is one line on standard error; the status is then 2 if the settings are wrong and else 1.
     """
+    fill_standard_streams()
     command, flags = _parse(list(sys.argv[1:] if arguments is None else arguments))
     toml = flags.pop("config")
     with json_log.open_lines("registry", 2) as errors:
@@ -67,9 +74,9 @@ def _run(command: str, toml: Path | None, flags: dict[str, Any], errors: LineWri
             migrations.upgrade(config.database)
             log.info("the database is migrated")
         elif command == "export":
-            log.info("exported", extra={"rows": archive.export(config.database, sys.stdout)})
+            log.info("exported", extra={"rows": archive.export(config.database, _open(sys.stdout, "output"))})
         elif command == "restore":
-            log.info("restored", extra={"rows": archive.restore(config.database, sys.stdin)})
+            log.info("restored", extra={"rows": archive.restore(config.database, _open(sys.stdin, "input"))})
         elif command == "new-epoch":
             log.info("the database has a new epoch", extra={"epoch": migrations.new_epoch(config.database)})
         else:
@@ -81,6 +88,13 @@ def _run(command: str, toml: Path | None, flags: dict[str, Any], errors: LineWri
     except (SchemaOutdated, OSError) as error:
         return 1, f"error: {error}"
     return 0, ""
+
+
+def _open(stream: TextIO | None, name: str) -> TextIO:
+    """A standard stream that the command works on. Raises OSError if the process was started without it."""
+    if stream is None:
+        raise OSError(f"standard {name} is closed")
+    return stream
 
 
 async def serve(config: RegistryConfig) -> None:

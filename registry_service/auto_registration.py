@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from registry_service.quotas import is_quota
 from registry_service.registration import Registrar
 from registry_service.registration_rules import AdapterExists, Registered, Registration
@@ -149,6 +151,8 @@ class AutoRegistrar:
                 return self._registered(namespace, name, 0)
             except (SourceNotFound, SourceForbidden, CredentialNotAllowed) as error:
                 tried.append(f"{uri} ({error.reason})")
+            except LoraplexError as error:
+                raise _found_in(uri, error) from error
             else:
                 log.info("registered %s from %s", adapter_name(namespace, name), uri)
                 _audit(namespace, name, answer)
@@ -163,6 +167,13 @@ class AutoRegistrar:
         self._failures[key] = _Failure(time.monotonic() + seconds, error.record())
         if len(self._failures) > MAX_REMEMBERED:
             self._failures.popitem(last=False)
+
+
+def _found_in(uri: str, error: LoraplexError) -> LoraplexError:
+    """`error`, which says in its message and metadata what was tried to be registered."""
+    record = error.record()
+    message = record.message if uri in record.message else f"{uri}: {record.message}"
+    return from_record(msgspec.structs.replace(record, message=message, metadata={"uri": uri, **record.metadata}))
 
 
 def _audit(namespace: str, name: str, answer: Registered) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from registry_service.auto_registration import NamespaceSettings
+from registry_service.database import DEFAULT_URL
 from registry_service.quotas import is_quota
 from shared.auth.settings import AccessSettings
 from shared.config import is_address
@@ -55,7 +56,7 @@ class RegistryConfig(AccessSettings, LimitSettings):
         metadata={"help": "Address for gRPC, HOST:PORT; port 0 is any.", "check": is_address},
     )
     database: str = field(
-        default="sqlite:///var/registry.db",
+        default=DEFAULT_URL,
         metadata={"help": "sqlite:///PATH or postgresql://USER@HOST/DATABASE.", "check": _is_database},
     )
     file_roots: dict[str, str] = field(

@@ -39,6 +39,8 @@ _POSTGRES: dict[str, Any] = {
     # Prepared statements do not survive a transaction pooler between us and Postgres.
     "connect_args": {"prepare_threshold": None, "connect_timeout": 5, **_SILENCE},
 }
+DEFAULT_URL = "sqlite:///var/registry.db"  # as in the configuration
+
 _SQLITE_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _SQLITE_BROKEN = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY)
 _REPEATABLE_STATES = ("40001", "40P01")  # serialization_failure, deadlock_detected

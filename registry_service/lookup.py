@@ -28,7 +28,8 @@ async def live_adapter(session: AsyncSession, namespace: str, name: str, *, lock
 def check_live(adapter: Adapter) -> None:
     if adapter.delete_time is not None:
         resource = adapter_name(adapter.namespace, adapter.name)
-        message = f"adapter {resource} is deleted; UndeleteAdapter brings it back"
+        short = f"{adapter.namespace}/{adapter.name}"
+        message = f"adapter {resource} is deleted; UndeleteAdapter (loraplex adapter undelete {short}) brings it back"
         raise AdapterNotFound(message, metadata={"adapter": resource})
 
 

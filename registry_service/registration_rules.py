@@ -163,7 +163,8 @@ async def _base_model(session: AsyncSession, request: Registration, adapter: Ada
         raise AdapterExists(name)
     if adapter is not None and adapter.delete_time is not None:
         raise AdapterDeleted(
-            f"{name} is deleted: call UndeleteAdapter with this name first, or register under another one",
+            f"{name} is deleted; call UndeleteAdapter (loraplex adapter undelete "
+            f"{request.namespace}/{request.adapter_id}) first, or register under another name",
             metadata={"adapter": name},
         )
     wanted = request.base_model or (adapter.base_model if adapter is not None else "")

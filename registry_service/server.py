@@ -28,6 +28,7 @@ from registry_service.servicer import RegistryServicer
 from registry_service.validation import Limits
 from registry_service.watch import Watches
 from shared.auth.gate import AccessGate
+from shared.auth.open_access import warn_of_open_access
 from shared.auth.tenant_calls import TenantCalls
 from shared.call_observers import CallObserver
 from shared.errors import InvalidArgument
@@ -117,6 +118,7 @@ async def start(config: RegistryConfig) -> RunningRegistry:
         )
         await bound.server.start()
         await bound.readiness.set(serving=True)
+        warn_of_open_access(config, config.listen)
         log.info("the registry is ready", extra={"port": bound.port, "listen": config.listen})
         return RunningRegistry(bound.port, metrics_port, database, changes, bound, watches, parts.pop_all())
 

@@ -24,7 +24,7 @@ from shared.adapter_format.texts import text_files, text_warnings
 from shared.base_model import ModelConfig, default_id
 from shared.digest import FileEntry, manifest_digest
 from shared.sources.policy import SourcePolicy
-from shared.sources.resolver import PinnedSource, SourceFile
+from shared.sources.resolver import FolderedSource, PinnedSource, SourceFile
 
 _OF_PAIRS = frozenset({"lora", "embedding", "lm_head", "block_diagonal", "activated"})
 
@@ -86,7 +86,7 @@ def validate(
         AdapterInvalid, UnsupportedAdapter: metadata names the file, key or tensor.
     """
     source, listing, above = adapter_folder(origin, policy, stopping)
-    names = adapter_files(listing)
+    names = adapter_files(listing, source.folders if isinstance(source, FolderedSource) else tuple)
     with source.open(names.config) as file:
         raw_config, config_entry = _read_config(file, names.config, limits.config)
     config = parse_adapter_config(raw_config)

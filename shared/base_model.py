@@ -13,6 +13,7 @@ from typing import Any
 
 from shared.errors import InvalidArgument
 from shared.json_fields import JsonFields
+from shared.json_text import as_json
 from shared.rope import Rope, RopeScaling, parse_rope
 
 __all__ = ["MODULES", "ModelConfig", "RopeScaling", "parse_config"]
@@ -147,7 +148,7 @@ def _heads(fields: JsonFields, architecture: str, hidden_size: int) -> tuple[int
 def _check_supported(fields: JsonFields) -> None:
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
-        fields.wrong("hidden_act", f"activation {activation!r:.80} is not supported; supported: silu")
+        fields.wrong("hidden_act", f"activation {as_json(activation):.80} is not supported; supported: silu")
     if fields.raw.get("quantization_config"):
         fields.wrong("quantization_config", "quantised checkpoints are not supported; use the unquantised one")
 
@@ -178,7 +179,7 @@ def _dtype(fields: JsonFields) -> str:
     key = "dtype" if fields.raw.get("dtype") is not None else "torch_dtype"
     dtype = fields.text(key, "float32").removeprefix("torch.")
     if dtype not in DTYPES:
-        fields.wrong(key, f"dtype {dtype!r:.80} is not supported; supported: {', '.join(DTYPES)}")
+        fields.wrong(key, f"dtype {as_json(dtype):.80} is not supported; supported: {', '.join(DTYPES)}")
     return dtype
 
 
@@ -188,7 +189,7 @@ def _token_ids(fields: JsonFields, key: str) -> tuple[int, ...]:
         return ()
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        fields.wrong(key, f"must be a token id or a list of them, is {value!r:.80}")
+        fields.wrong(key, f"must be a token id or a list of them, is {as_json(value):.80}")
         return ()
     return tuple(dict.fromkeys(ids))
 

@@ -11,7 +11,7 @@ from shared.changing_file import ChangingFile
 from shared.errors import InvalidArgument
 from shared.following_channel import FollowingChannel
 from shared.targets import grpc_target
-from shared.tls import SYSTEM_CA, client_credentials, client_files
+from shared.tls import SYSTEM_CA, check_client_files, client_credentials, client_files
 
 MAX_TOKEN_CHARS = 6 << 10  # servers take 8 KiB of metadata
 
@@ -63,6 +63,13 @@ def open_channel(
 
     files = client_files(identity.ca or SYSTEM_CA, identity.cert, identity.key)
     return FollowingChannel(files, secured) if files is not None else secured(client_credentials())
+
+
+def check_identity(identity: ClientIdentity) -> None:
+    """Raises the InvalidArgument that `open_channel` would for these files, without starting gRPC."""
+    _interceptors(identity)
+    if identity.is_secure:
+        check_client_files(identity.ca or SYSTEM_CA, identity.cert, identity.key)
 
 
 def _interceptors(identity: ClientIdentity) -> list[Any]:

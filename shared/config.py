@@ -13,12 +13,14 @@ import re
 import tomllib
 import types
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_FEW = 16  # names that still fit into a message
 # Kubernetes sets such variables for every Service: one called `loraplex-registry` makes LORAPLEX_REGISTRY_PORT.
 _SERVICE_LINK = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT|PORT_\d+_(TCP|UDP)(_.*)?)")
 
@@ -135,8 +137,9 @@ def _values(
             problems.append(Problem(item.label, item.origin, f"is the same setting as {same}"))
         missing.pop(item.name, None)
         if item.name not in kinds:
-            expected = f"no such setting; there are {', '.join(sorted(kinds))}"
-            problems.append(Problem(item.label, item.origin, expected))
+            problems.append(
+                Problem(item.label, item.origin, f"no such setting; {_meant(item.name, [*kinds, *by_flag])}")
+            )
         elif kinds[item.name].is_table:
             values[item.name] = _tables(item, kinds[item.name].kind, problems)
         else:
@@ -147,6 +150,13 @@ def _values(
                 said = wrong.expected if about.get("is_secret") else str(wrong)
                 problems.append(Problem(item.label, item.origin, said))
     return values
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """What to write instead of a name that is none of `known`."""
+    if near := get_close_matches(name.lower().replace("-", "_"), known, 1):
+        return f"is {near[0]} meant?"
+    return f"there are {', '.join(sorted(set(known)))}" if len(known) <= _FEW else "--help lists them"
 
 
 def _tables(given: "_Given", cls: type[Any], problems: list[Problem]) -> dict[str, Any]:

@@ -34,12 +34,13 @@ class _Parser(argparse.ArgumentParser):
 def startup_error(error: ConfigError | LoraplexError, cls: type) -> str:
     """The line with which a service says why it does not start: settings of `cls` are named as their flags are."""
     if isinstance(error, ConfigError):
-        return f"error: {error}"
-    if not isinstance(error, InvalidArgument):
-        return f"error: {error.summary}"
-    flags = {option.name: option.flag for option in options(cls)}
-    problems = [f"{flags.get(v.field, v.field)}: {v.description}" for v in error.violations]
-    return f"error: {'; '.join(problems)}"
+        text = str(error)
+    elif isinstance(error, InvalidArgument):
+        flags = {option.name: option.flag for option in options(cls)}
+        text = "; ".join(f"{flags.get(v.field, v.field)}: {v.description}" for v in error.violations)
+    else:
+        text = error.summary
+    return f"error: {' '.join(line.strip() for line in text.splitlines())}"  # a driver's text may have several
 
 
 def _add(parser: argparse.ArgumentParser, option: Option) -> None:

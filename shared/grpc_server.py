@@ -99,6 +99,8 @@ async def create_server(
         InvalidArgument: the address is taken or not ours.
     """
     await asyncio.to_thread(check_listen, listen, reuse_port=reuse_port)
+    if health_listen:
+        await asyncio.to_thread(check_listen, health_listen, reuse_port=reuse_port, setting="health_listen")
     calls = CallLimits(limits.max_calls, limits.slow_client_seconds)
     server = grpc.aio.server(
         interceptors=[

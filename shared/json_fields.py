@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.errors import FieldViolation, InvalidArgument
+from shared.json_text import as_json
 
 LARGEST_INT = 1 << 31
 
@@ -37,7 +38,8 @@ class JsonFields:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             self.wrong(
-                key, "is missing" if value is None else f"must be an integer in [{low}, {high}], is {value!r:.80}"
+                key,
+                "is missing" if value is None else f"must be an integer in [{low}, {high}], is {as_json(value):.80}",
             )
             return low
         return value
@@ -48,7 +50,7 @@ class JsonFields:
         if value is None and default is not None:
             return default
         if not _is_positive_number(value):
-            self.wrong(key, "is missing" if value is None else f"must be a number above zero, is {value!r:.80}")
+            self.wrong(key, "is missing" if value is None else f"must be a number above zero, is {as_json(value):.80}")
             return 1.0
         return float(value)  # type: ignore[arg-type]  # a number, as just checked
 
@@ -58,7 +60,7 @@ class JsonFields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            self.wrong(key, f"must be true or false, is {value!r:.80}")
+            self.wrong(key, f"must be true or false, is {as_json(value):.80}")
             return default
         return value
 
@@ -68,7 +70,7 @@ class JsonFields:
         if value is None:
             return default
         if not isinstance(value, str):
-            self.wrong(key, f"must be a string, is {value!r:.80}")
+            self.wrong(key, f"must be a string, is {as_json(value):.80}")
             return default
         return value
 
@@ -78,7 +80,7 @@ class JsonFields:
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            self.wrong(key, f"must be an object, is {value!r:.80}")
+            self.wrong(key, f"must be an object, is {as_json(value):.80}")
             return None
         return JsonFields(value, f"{self.prefix}{key}.", self.violations) if value else None
 

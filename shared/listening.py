@@ -9,8 +9,8 @@ from shared.errors import InvalidArgument
 _FATAL = (errno.EADDRINUSE, errno.EACCES)
 
 
-def check_listen(listen: str, *, reuse_port: bool = False) -> None:
-    """Bind `listen` ("host:port" or "unix:path") and let it go. May block for a name look-up.
+def check_listen(listen: str, *, reuse_port: bool = False, setting: str = "listen") -> None:
+    """Bind `listen` ("host:port" or "unix:path"), the value of `setting`, and let it go. May block for a name look-up.
 
     Raises:
         InvalidArgument: a port is taken or not allowed, or no address of the host is this machine's.
@@ -21,13 +21,13 @@ def check_listen(listen: str, *, reuse_port: bool = False) -> None:
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, ValueError) as error:
-        raise _refused(listen, error) from None
+        raise _refused(setting, listen, error) from None
     failures = list(_failures([(family, address) for family, _, _, _, address in found], reuse_port))
     fatal = next((error for error in failures if error.errno in _FATAL), None)
     if fatal is None and len(failures) == len(found):
         fatal = failures[0]
     if fatal is not None:
-        raise _refused(listen, fatal)
+        raise _refused(setting, listen, fatal)
 
 
 def _failures(addresses: list[tuple[int, tuple[object, ...]]], reuse_port: bool) -> Iterator[OSError]:
@@ -45,6 +45,6 @@ def _failures(addresses: list[tuple[int, tuple[object, ...]]], reuse_port: bool)
             yield error
 
 
-def _refused(listen: str, error: OSError | ValueError) -> InvalidArgument:
+def _refused(setting: str, listen: str, error: OSError | ValueError) -> InvalidArgument:
     reason = error.strerror if isinstance(error, OSError) else "the port must be a number"
-    return InvalidArgument.of("listen", f"cannot listen on {listen}: {str(reason).lower()}")
+    return InvalidArgument.of(setting, f"cannot listen on {listen}: {str(reason).lower()}")

@@ -5,12 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from shared.errors import InvalidArgument, SourceUnavailable
-
-# What is read of a Hub repository. `consolidated*` is a second copy of the weights in another naming.
-ALLOWED_WITHOUT_WEIGHTS = ("*.json", "*.jinja")
-ALLOWED = (*ALLOWED_WITHOUT_WEIGHTS, "*.safetensors")
-IGNORED = ("consolidated*", "original/*", "*/*")
+from shared.errors import InvalidArgument
 
 
 def resolve_model(name_or_path: str, *, with_weights: bool = True) -> Path:
@@ -20,7 +15,7 @@ def resolve_model(name_or_path: str, *, with_weights: bool = True) -> Path:
 
     Raises:
         InvalidArgument: neither a folder with a config.json nor a Hub repository one can read (field `model`).
-        SourceUnavailable: the Hub does not answer and holds no cached copy here.
+        LoraplexError: it cannot be downloaded (`model_download`).
     """
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
@@ -29,23 +24,10 @@ def resolve_model(name_or_path: str, *, with_weights: bool = True) -> Path:
         return folder.resolve()
     if name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") != 1:
         raise InvalidArgument.of("model", f"{name_or_path!r:.200} is neither a folder nor a Hub id (ORG/NAME)")
-    return _download(name_or_path, ALLOWED if with_weights else ALLOWED_WITHOUT_WEIGHTS)
-
-
-def _download(repository: str, allowed: tuple[str, ...]) -> Path:
     # Imported here because it takes half a second that a folder never needs.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from shared.model_download import download_model
 
-    try:
-        found = snapshot_download(repository, allow_patterns=list(allowed), ignore_patterns=list(IGNORED))
-    except (HFValidationError, RepositoryNotFoundError) as error:
-        advice = "no such folder here, and no such repository on the Hub that you may read"
-        raise InvalidArgument.of("model", f"{repository}: {advice}") from error
-    except (HfHubHTTPError, OSError, TimeoutError, RuntimeError) as error:
-        advice = "no such folder here, and the Hub cannot be reached"
-        raise SourceUnavailable(f"model {repository}: {advice}", metadata={"model": repository}) from error
-    return Path(found)
+    return download_model(name_or_path, with_weights=with_weights)
 
 
 def load_raw_config(folder: Path) -> dict[str, Any]:

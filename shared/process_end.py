@@ -16,5 +16,6 @@ def end_process(status: int) -> NoReturn:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # nobody reads it any more
-            stream.flush()
+            if stream is not None:  # the process was started with it
+                stream.flush()
     os._exit(status)

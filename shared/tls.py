@@ -1,8 +1,8 @@
 """TLS: a server's credentials, which follow their files, and a client's."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from cryptography import x509
@@ -10,6 +10,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 
 from shared.changing_file import ChangingFile
 from shared.errors import InvalidArgument
+
+T = TypeVar("T")
 
 SYSTEM_CA = "system"
 
@@ -23,13 +25,7 @@ def server_credentials(cert: str, key: str, client_ca: str = "") -> grpc.ServerC
     Raises:
         InvalidArgument: the files cannot be used; names the setting.
     """
-    paths = tuple(Path(path).expanduser() for path in (cert, key, client_ca) if path)
-    try:
-        files = ChangingFile(paths, _configuration)
-    except OSError as error:
-        raise InvalidArgument.of("tls_cert", f"{error.filename} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise InvalidArgument.of("tls_cert", f"{cert}, {key}: {error}") from None
+    files = _server_files(cert, key, client_ca, _configuration)
     given = [files.value()]
 
     def changed() -> Any:
@@ -42,24 +38,55 @@ def server_credentials(cert: str, key: str, client_ca: str = "") -> grpc.ServerC
     return grpc.dynamic_ssl_server_credentials(given[0], changed, bool(client_ca))
 
 
+def check_server_files(cert: str, key: str, client_ca: str = "") -> None:
+    """Raises the InvalidArgument that `server_credentials` would, without starting gRPC."""
+    _server_files(cert, key, client_ca, _check)
+
+
+def _server_files(cert: str, key: str, client_ca: str, read: Callable[..., T]) -> ChangingFile[T]:
+    """What `read` makes of PEM files. Raises InvalidArgument for those it cannot use."""
+    settings = (("tls_cert", cert), ("tls_key", key), ("tls_client_ca", client_ca))
+    given = {name: Path(path).expanduser() for name, path in settings if path}
+    try:
+        return ChangingFile(tuple(given.values()), read)
+    except OSError as error:
+        name = next((name for name, path in given.items() if str(path) == str(error.filename)), "tls_cert")
+        raise InvalidArgument.of(name, f"{error.filename} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise InvalidArgument.of("tls_cert", f"{cert}, {key}: {error}") from None
+
+
 def client_credentials(ca: str = SYSTEM_CA, cert: str = "", key: str = "") -> grpc.ChannelCredentials:
     """Credentials of a client that trusts the certificates of the PEM file `ca`, or of the system, and shows its own.
 
     Raises:
         InvalidArgument: a file cannot be used; names the argument.
     """
+    roots, chain, private = check_client_files(ca, cert, key)
+    return grpc.ssl_channel_credentials(roots, private, chain)
+
+
+def check_client_files(ca: str, cert: str, key: str) -> tuple[bytes | None, bytes | None, bytes | None]:
+    """What the files of `client_credentials` hold, found good without starting gRPC.
+
+    Raises:
+        InvalidArgument: a file cannot be used; names the argument.
+    """
     if bool(cert) != bool(key):
-        raise InvalidArgument.of("cert" if key else "key", "cert and key go together")
+        missing, other = ("cert", "key") if key else ("key", "cert")
+        raise InvalidArgument.of(missing, f"is required with {other}: cert and key go together")
     roots = None if ca == SYSTEM_CA else _read("ca", ca)
     chain, private = (_read("cert", cert), _read("key", key)) if cert else (None, None)
+    wrong, path = "ca", ca
     try:
         if roots is not None:
-            x509.load_pem_x509_certificates(roots)
+            _certificates(roots)
         if chain is not None and private is not None:
-            _configuration(chain, private)
+            wrong, path = "cert", cert
+            _check(chain, private)
     except ValueError as error:
-        raise InvalidArgument.of("cert" if cert else "ca", str(error)) from None
-    return grpc.ssl_channel_credentials(roots, private, chain)
+        raise InvalidArgument.of(wrong, f"{path}: {error}") from None
+    return roots, chain, private
 
 
 def client_files(ca: str = SYSTEM_CA, cert: str = "", key: str = "") -> ChangingFile[grpc.ChannelCredentials] | None:
@@ -87,11 +114,13 @@ def client_files(ca: str = SYSTEM_CA, cert: str = "", key: str = "") -> Changing
 
 
 def _configuration(chain: bytes, key: bytes, client_ca: bytes | None = None) -> Any:
-    """What gRPC makes a connection with.
+    """What gRPC makes a connection with. Raises ValueError for what it would refuse."""
+    _check(chain, key, client_ca)
+    return grpc.ssl_server_certificate_configuration([(key, chain)], client_ca)
 
-    Raises:
-        ValueError: it would refuse these.
-    """
+
+def _check(chain: bytes, key: bytes, client_ca: bytes | None = None) -> None:
+    """Raises ValueError for what gRPC would refuse."""
     certificates = _certificates(chain)
     try:
         private = load_pem_private_key(key, None)
@@ -101,7 +130,6 @@ def _configuration(chain: bytes, key: bytes, client_ca: bytes | None = None) -> 
         raise ValueError("the certificate is not that of the key")
     if client_ca is not None:
         _certificates(client_ca)
-    return grpc.ssl_server_certificate_configuration([(key, chain)], client_ca)
 
 
 def _certificates(content: bytes) -> Sequence[x509.Certificate]:

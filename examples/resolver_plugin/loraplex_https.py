@@ -1,9 +1,12 @@
 """Adapter folders on a web server: `https://HOST/path/`, pinned by the ETags of their files."""
 
+from contextlib import suppress
 from functools import partial
 
 from shared.adapter_format.files import CONFIG, WEIGHTS
-from shared.errors import DigestMismatch
+from shared.adapter_format.texts import MAX_BYTES
+from shared.errors import DigestMismatch, SourceNotFound
+from shared.sources.advice import REPLACED
 from shared.sources.http import GuardedClient
 from shared.sources.policy import Access
 from shared.sources.remote import Body, RemoteFile
@@ -24,8 +27,12 @@ class HttpsSource:
         return self._source._replace(objects=tuple(self._pinned[name] for name in sorted(self._pinned)))
 
     def list(self) -> list[str]:
-        """Web servers list nothing: an adapter's two files are there, or opening them says that they are not."""
-        return [CONFIG, WEIGHTS]
+        """Web servers list nothing: what adapters may bring is asked for, and only a 404 says that it is not there."""
+        if not self._source.objects:
+            for name in MAX_BYTES:
+                with suppress(SourceNotFound):
+                    self.open(name).close()
+        return sorted({CONFIG, WEIGHTS, *self._pinned})
 
     def open(self, name: str) -> RemoteFile:
         """One file."""
@@ -41,7 +48,8 @@ class HttpsSource:
         body = self._client.get(self._source.uri + name, start, end, headers=headers, metadata=self._metadata(name))
         if self._pinned.setdefault(name, PinnedObject(name, etag=body.etag)).etag != body.etag:
             body.close()
-            raise DigestMismatch(f"{name} in {self._source.uri} was replaced", metadata=self._metadata(name))
+            problem = f"{name} in {self._source.uri} was replaced; {REPLACED}"
+            raise DigestMismatch(problem, metadata=self._metadata(name))
         return body
 
     def _metadata(self, name: str) -> dict[str, str]:

@@ -28,6 +28,7 @@ from inference_service.types import OUTSIDE_LAYERS, BlobLayout, ExtraLayout
 from shared.adapter_format.bound import BindingPlan, EmbedBinding, HeadBinding, ModuleBinding, VectorBinding
 from shared.adapter_format.config import MAX_RANK
 from shared.base_model import ModelConfig, linear_shape, module_path
+from shared.blend_errors import of_part
 from shared.errors import AdapterInvalid, InvalidArgument, UnsupportedAdapter
 
 _HEADER = b"loraplex-blend-v1\n"
@@ -64,7 +65,7 @@ def blend_of(versions: Sequence[ResolvedVersion], weights: Sequence[float]) -> B
     for one, other in pairwise(parts):
         if one.version.digest == other.version.digest:
             first, second = sorted((one, other), key=lambda part: part.field)
-            problem = f"is the same adapter as {first.field}: add their weights up"
+            problem = f"has the same content as {first.field}; add their weights up"
             raise InvalidArgument.of(f"{second.field}.reference", problem)
     lines = (f"{part.version.digest} {float(part.weight).hex()}\n".encode() for part in parts)
     return Blend(f"sha256:{hashlib.sha256(_HEADER + b''.join(lines)).hexdigest()}", tuple(parts))
@@ -98,7 +99,8 @@ class OpenBlend:
         ranks = _Ranks()
         for part, opened in self._parts:
             source = memoryview(bytearray(opened.layout.nbytes))
-            opened.fill(source, workers, on_read)
+            with of_part(part.field):
+                opened.fill(source, workers, on_read)
             self._add_linears(blob, source, part, opened.layout, ranks)
             self._add_extras(blob, source, part, opened.layout, ranks)
 
@@ -199,7 +201,8 @@ def open_blend(
     with ExitStack() as stack:
         parts: list[tuple[Part, OpenAdapter]] = []
         for part, files in zip(blend.parts, fetched, strict=True):
-            parts.append((part, stack.enter_context(_open_part(part, files, model, base))))
+            with of_part(part.field):
+                parts.append((part, stack.enter_context(_open_part(part, files, model, base))))
         opened = OpenBlend(parts, model, dtype)
         stack.pop_all()
         return opened

@@ -77,7 +77,8 @@ class CachedFile:
 
     def _damaged(self, problem: str | None) -> DigestMismatch:
         metadata = {"file": self.entry.path, "sha256": self.entry.sha256}
-        return DigestMismatch(f"{self.entry.path} in the cache {problem}", metadata=metadata)
+        advice = "it is fetched again by itself; look at the disk if this happens often"
+        return DigestMismatch(f"{self.entry.path} in the cache {problem}; {advice}", metadata=metadata)
 
 
 def read_verified(path: Path, entry: FileEntry) -> bytes:

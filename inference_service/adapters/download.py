@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from shared.digest import FileEntry
 from shared.errors import DigestMismatch, Draining, SourceUnavailable
+from shared.sources import advice
 from shared.sources.resolver import RangedSource
 
 PART_BYTES = 16 << 20
@@ -77,7 +78,7 @@ def download(
 def mismatch(file: FileEntry, uri: str, problem: str) -> DigestMismatch:
     """The error for a source that does not have what was registered."""
     metadata = {"uri": uri, "file": file.path, "sha256": file.sha256}
-    return DigestMismatch(f"{file.path} in {uri} {problem}", metadata=metadata)
+    return DigestMismatch(f"{file.path} in {uri} {problem}; {advice.REPLACED}", metadata=metadata)
 
 
 class _Streams:

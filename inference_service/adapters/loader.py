@@ -16,7 +16,8 @@ from inference_service.adapters.staging import Packing, Staging, Tiers, Workers
 from inference_service.adapters.store import BUSY_RETRY_SECONDS, StagedBlob
 from inference_service.stats import AdapterStats, Tier, Usage
 from inference_service.types import BlendedPart, BlendPart, BlobLayout, PreparedAdapter, StagedAdapter
-from shared.errors import AdapterMemory, LoraplexError
+from shared.blend_errors import of_part
+from shared.errors import AdapterMemory, BaseModelConflict, LoraplexError
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ class Resolver(Protocol):
     def lag(self) -> int: ...
     @property
     def heard_at(self) -> float | None: ...
+    @property
+    def base_model_conflict(self) -> BaseModelConflict | None: ...
 
     async def resolve(
         self, reference: str, choice_key: str = "", *, registered_only: bool = False
@@ -71,9 +74,10 @@ class AdapterLoader:
         its blob to host memory. `size_bytes` of the answer is the blob's.
 
         Raises:
+            BaseModelConflict: the registry's adapters are for another base model of this id.
             LoraplexError: whatever the registry, the sources, the files or the memory have against it.
         """
-        version = await self._resolve(reference, choice_key)
+        version = await self._resolve_for_use(reference, choice_key)
         self._known.learn(version)
         tier = self._tier(version.digest)
         layout = self._layout(version.digest)
@@ -98,7 +102,10 @@ class AdapterLoader:
             UnsupportedAdapter: a part is more than LoRA on linears (metadata `field`).
             LoraplexError: as `prepare`.
         """
-        versions = [await self._resolve(part.reference, choice_key) for part in parts]
+        versions = []
+        for position, part in enumerate(parts):
+            with of_part(f"blend[{position}]"):
+                versions.append(await self._resolve_for_use(part.reference, choice_key))
         for version in versions:
             self._known.learn(version)
         blend = blend_of(versions, [part.weight for part in parts])
@@ -161,6 +168,24 @@ class AdapterLoader:
             self.counters.failures[error.reason] += 1
             raise
 
+    async def _resolve_for_use(self, reference: str, choice_key: str) -> ResolvedVersion:
+        """As `resolve`, but of what is to run: never on other weights than it was registered for."""
+        self._check_base_model()
+        version = await self._resolve(reference, choice_key)
+        self._check_base_model()
+        return version
+
+    def _check_base_model(self) -> None:
+        """Raises BaseModelConflict if the registry's adapters are not for the base model that is served here."""
+        if (conflict := self.base_model_conflict) is not None:
+            self.counters.failures[conflict.reason] += 1
+            raise BaseModelConflict(conflict.message, metadata=conflict.metadata)
+
+    @property
+    def base_model_conflict(self) -> BaseModelConflict | None:
+        """Why no adapter is served here: the registry has another base model of this id."""
+        return self._registry.base_model_conflict
+
     async def acquire(self, digest: str) -> StagedBlob:
         """The blob of `digest`, referenced until `release`; staged again if it was evicted.
 
@@ -168,6 +193,7 @@ class AdapterLoader:
             SourceUnavailable: it was prepared by a process before this one, and is not on disk; with `retry_after`.
             LoraplexError: as `prepare`; AdapterMemory with `retry_after` when blobs in use leave no room for seconds.
         """
+        self._check_base_model()
         deadline = self._clock() + ROOM_SECONDS
         while (blob := self._tiers.host.acquire(digest)) is None:
             self._room.clear()
@@ -256,6 +282,7 @@ class AdapterLoader:
             registry_revision=self._registry.revision,
             registry_lag=self._registry.lag,
             registry_heard_at=self._registry.heard_at,
+            base_model_conflict=self.base_model_conflict.message if self.base_model_conflict else "",
         )
 
     def _named(self, digest: str, level: Literal["DISK", "HOST", "KNOWN"], nbytes: int) -> list[StagedAdapter]:

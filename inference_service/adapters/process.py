@@ -29,7 +29,8 @@ from inference_service.adapters.engine_port import EnginePort
 from inference_service.adapters.fetcher import Fetcher
 from inference_service.adapters.host_arena import map_host_arena
 from inference_service.adapters.loader import AdapterLoader
-from inference_service.adapters.registry_client import BaseModelFacts, RegistryClient
+from inference_service.adapters.registration import BaseModelFacts
+from inference_service.adapters.registry_client import RegistryClient
 from inference_service.adapters.replica_report import ReplicaReporter
 from inference_service.adapters.residency import Residency
 from inference_service.adapters.resolution import BaseModelIdentity
@@ -101,10 +102,10 @@ async def serve(start: AdapterProcessStart, stop: asyncio.Event) -> None:
 
 
 def _saved_answers(config: AdapterProcessConfig, base_model: BaseModelIdentity) -> SavedAnswers:
-    """Those of this registry for this base model. Raises OSError if the cache's folder cannot be made."""
+    """Those of this registry for this base model with these weights. Raises OSError if they have no place."""
     folder = Path(config.cache_dir) / "answers"
     folder.mkdir(parents=True, exist_ok=True)
-    whose = hashlib.sha256("\n".join((config.registry, *base_model)).encode()).hexdigest()
+    whose = hashlib.sha256("\n".join((config.registry, *base_model, config.weights_fingerprint)).encode()).hexdigest()
     return SavedAnswers(folder / f"{whose[:32]}.sqlite")
 
 

@@ -3,10 +3,9 @@
 import asyncio
 import json
 import logging
-import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -14,22 +13,20 @@ from google.protobuf.message import DecodeError
 from inference_service.adapters.answers import Answer, Answers
 from inference_service.adapters.confirming import keep_confirming
 from inference_service.adapters.flights import Flights
-from inference_service.adapters.registry_errors import NOT_KNOWN, NOT_YET, VERDICTS, error_of, unreachable
+from inference_service.adapters.registration import BaseModelFacts, BaseModelRegistration, RegistrationState
+from inference_service.adapters.registry_errors import CALL_TIMEOUT, NOT_YET, VERDICTS, error_of, unreachable
 from inference_service.adapters.resolution import BaseModelIdentity, Resolution, ResolvedVersion, read_resolution
 from inference_service.adapters.saved_answers import SavedAnswers
 from inference_service.adapters.watch import AdapterWatch, Listener
 from loraplex.registry.v1 import registry_pb2
 from loraplex.registry.v1.registry_pb2_grpc import AdapterRegistryServiceStub
 from shared.channel import NOBODY, ClientIdentity, open_channel
-from shared.errors import BaseModelConflict, LoraplexError, RegistryUnavailable
+from shared.errors import BaseModelConflict, BaseModelUnknown, LoraplexError, RegistryUnavailable
 
 log = logging.getLogger(__name__)
 
-CALL_TIMEOUT = 3.0
 FAILURE_MEMORY = 1.0
 PATIENCE = 0.25  # seconds that a caller with an expired answer waits for a new one
-_FIRST_DELAY, _LONGEST_DELAY, _SETTLED_DELAY = 0.2, 30.0, 60.0
-_UNTROUBLED = 5.0  # seconds at most between attempts that even a registry that comes and goes does not shorten
 _SERVICE_CONFIG = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
 _KEEPALIVE_SECONDS = 30.0  # more than the 5 s between pings that `shared.grpc_server` asks for
 _CHANNEL_OPTIONS = (
@@ -41,17 +38,6 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.service_config", _SERVICE_CONFIG),
 )
-
-RegistrationState = Literal["pending", "registered", "conflict", "refused", "unreachable"]
-
-
-class BaseModelFacts(NamedTuple):
-    """What RegisterBaseModel is told: the id, the text of config.json, and the two fingerprints."""
-
-    id: str
-    config_json: str
-    fingerprint: str
-    weights_fingerprint: str
 
 
 class RegistryClient:
@@ -80,7 +66,6 @@ class RegistryClient:
         interceptors: Sequence[Any] = (),
         saved: SavedAnswers | None = None,
     ) -> None:
-        self.registration: RegistrationState = "pending"
         self._base_model = base_model
         self._max_stale = max_stale
         self._clock = clock
@@ -92,7 +77,17 @@ class RegistryClient:
         self._flights: Flights[Resolution] = Flights(lambda _: FAILURE_MEMORY, clock)
         self._refreshes: set[asyncio.Task[None]] = set()
         self._is_down = False
-        self._came_back = asyncio.Event()
+        self._base_model_registration = BaseModelRegistration(self._stub)
+
+    @property
+    def registration(self) -> RegistrationState:
+        """How the last attempt ended to make the base model known."""
+        return self._base_model_registration.state
+
+    @property
+    def base_model_conflict(self) -> BaseModelConflict | None:
+        """Why adapters are not for this replica's base model: the registry has another one of its id."""
+        return self._base_model_registration.conflict
 
     @property
     def revision(self) -> int:
@@ -121,9 +116,12 @@ class RegistryClient:
         try:
             response = await self._stub.ReportReplicaState(request, timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError as rpc_error:
-            raise error_of(rpc_error) from None
-        if self.registration == "unreachable":
-            self._came_back.set()
+            error = error_of(rpc_error)
+            if isinstance(error, BaseModelUnknown) and self.registration != "refused":
+                self._base_model_registration.try_soon()  # the registry has lost its database, or is another one
+            raise error from None
+        if self.registration == "unreachable" or response.needs_full:
+            self._base_model_registration.try_soon()
         return response
 
     async def resolve(self, reference: str, choice_key: str = "", *, registered_only: bool = False) -> ResolvedVersion:
@@ -132,12 +130,14 @@ class RegistryClient:
         With `registered_only` the registry does not look for an unknown adapter where its namespace's settings say.
         Whoever finds an answer expired or changed waits a moment for a new one and then takes the old one, if it is
         young enough; while the registry is unreachable, it is taken at once. The new one arrives in the background.
-        Where this process has never had an answer, that of a process before it counts, as an old one.
+        Where this process has never had an answer, that of a process before it counts, as an old one. An answer comes
+        no sooner than it is known, of a registry that can be asked, whether there is a `base_model_conflict`.
 
         Raises:
             RegistryUnavailable: no answer, and none remembered that is young enough.
             LoraplexError: what the registry says of the reference (AdapterNotFound, BaseModelMismatch …).
         """
+        await self._base_model_registration.first_attempt()
         answer = self._answers.find(reference)
         if answer is not None and self._answers.is_believed(reference, answer):
             return answer.resolution.choose(choice_key)
@@ -193,6 +193,7 @@ class RegistryClient:
         asked_at = self._clock()
         try:
             response = await self._call(reference, min_revision, registered_only)
+            await self._base_model_registration.verdict()
             resolution = read_resolution(response, reference, self._base_model)
         except (RegistryUnavailable, *NOT_YET):
             raise
@@ -232,59 +233,12 @@ class RegistryClient:
     def _came_up(self) -> None:
         if self._is_down:
             log.info("the registry answers again")
-            self._came_back.set()
+            self._base_model_registration.try_soon()
         self._is_down = False
 
     async def keep_registered(self, facts: BaseModelFacts) -> None:
-        """Registers the base model until cancelled: again each minute, and whenever the registry was away.
-
-        A registry may have lost its database, and an operator may end a conflict. `registration` says how it stands.
-        """
-        request = registry_pb2.RegisterBaseModelRequest(
-            id=facts.id,
-            config_json=facts.config_json,
-            fingerprint=facts.fingerprint,
-            weights_fingerprint=facts.weights_fingerprint,
-        )
-        delay = _FIRST_DELAY
-        while True:
-            self._came_back.clear()
-            before, self.registration = self.registration, await self._register(request)
-            if self.registration == "unreachable":
-                seconds = delay * random.uniform(0.7, 1.3)
-                await asyncio.sleep(min(seconds, _UNTROUBLED))
-                await self._sleep(seconds - _UNTROUBLED)
-                delay = min(delay * 2, _LONGEST_DELAY)
-                continue
-            delay = _FIRST_DELAY
-            if before != "registered" and self.registration == "registered":
-                log.info("base model %s is registered", facts.id)
-            await self._sleep(_SETTLED_DELAY)
-
-    async def _register(self, request: registry_pb2.RegisterBaseModelRequest) -> RegistrationState:
-        try:
-            await self._stub.RegisterBaseModel(request, timeout=CALL_TIMEOUT)
-        except grpc.aio.AioRpcError as rpc_error:
-            error = error_of(rpc_error)
-            if isinstance(error, BaseModelConflict):
-                log.error("base model %s: the registry has another one of this name: %s", request.id, error)
-                return "conflict"
-            if isinstance(error, (*VERDICTS, *NOT_KNOWN)):
-                log.error("base model %s: the registry refuses it: %s", request.id, error)
-                return "refused"
-            log.debug("registering base model %s: %s", request.id, unreachable(error))
-            return "unreachable"
-        return "registered"
-
-    async def _sleep(self, seconds: float) -> None:
-        """Until the registry comes back, at most `seconds`."""
-        if seconds <= 0:
-            return
-        try:
-            async with asyncio.timeout(seconds):
-                await self._came_back.wait()
-        except TimeoutError:
-            return
+        """Registers the base model until cancelled. `registration` says how it stands."""
+        await self._base_model_registration.keep(facts)
 
     async def close(self) -> None:
         """Ends what runs in the background, then the channel."""

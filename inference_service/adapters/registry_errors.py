@@ -17,6 +17,8 @@ from shared.errors import (
 )
 from shared.status import from_rpc_error
 
+CALL_TIMEOUT = 3.0  # seconds that any call to it may take, but watches
+
 # What the registry says about the reference itself. Any other failure is the registry's, and says nothing about it …
 VERDICTS = (InvalidArgument, NotFound, FailedPrecondition, AdapterDeleted)
 # … but with these it answers that it cannot say yet: it looks for the adapter in a source.

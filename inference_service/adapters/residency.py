@@ -3,21 +3,22 @@
 The watch tells what is wanted, now and whenever it changes; `run` makes it so. A preloaded adapter is brought to host
 memory and, where there is room, to the device, once; it may be evicted. A pinned one is brought back whenever it is
 gone. Of an adapter, the versions are wanted that its name without a number can mean: those of its default alias and of
-every other alias.
+every other alias. While the registry has another base model of this one's id, nothing is wanted: it is not for this.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from inference_service.adapters.registration import SERVED_FINGERPRINT
+from inference_service.adapters.wanted import Wanted, wanted_by_digest, wanted_versions
 from inference_service.types import PreparedAdapter, ResidentAdapter
-from loraplex.registry.v1 import registry_pb2, resources_pb2
-from shared.errors import AdapterMemory, EngineUnavailable, Internal, LoraplexError, Unavailable
-from shared.references import LATEST, parse_version_name
+from loraplex.registry.v1 import registry_pb2
+from shared.errors import AdapterMemory, BaseModelConflict, EngineUnavailable, Internal, LoraplexError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +26,6 @@ CHECK_SECONDS = 2.0
 MAX_AT_ONCE = 4  # loads; what users wait for shares the downloads and threads
 FIRST_RETRY, LONGEST_RETRY = 1.0, 60.0
 UNKNOWN_SECONDS = 3.0  # that readiness waits to hear what is wanted
-
-
-class Wanted(NamedTuple):
-    """One content that this replica shall hold. `reference`: `NS/ADAPTER@N`."""
-
-    digest: str
-    reference: str
-    is_pinned: bool
 
 
 class HeldState(NamedTuple):
@@ -45,6 +38,9 @@ class HeldState(NamedTuple):
 
 class Loader(Protocol):
     """What is needed of `loader.AdapterLoader`."""
+
+    @property
+    def base_model_conflict(self) -> BaseModelConflict | None: ...
 
     async def prepare(self, reference: str, choice_key: str = "") -> PreparedAdapter: ...
     def in_host(self) -> set[str]: ...
@@ -62,7 +58,7 @@ class Engine(Protocol):
 
 @dataclass
 class _Load:
-    """How far one wanted content is. `reason`: why it is not here, or the phase."""
+    """How far one wanted content is. `reason`: why it is not here; the phase, as long as nothing has failed."""
 
     wanted: Wanted
     is_done: bool = False
@@ -71,6 +67,11 @@ class _Load:
     failures: int = 0
     retry_at: float = 0.0
     task: asyncio.Task[None] | None = None
+
+    def begin_anew(self) -> None:
+        """Whatever came of it so far counts no more."""
+        self.is_done = self.is_settled = False
+        self.reason, self.failures, self.retry_at = "PENDING", 0, 0.0
 
 
 class Residency:
@@ -126,8 +127,7 @@ class Residency:
         self._kept = None
         for load in self._loads.values():
             _cancel(load)
-            load.is_done = load.is_settled = False
-            load.retry_at = 0.0
+            load.begin_anew()
         self._woken.set()
 
     # ---- making it so
@@ -167,29 +167,39 @@ class Residency:
     async def states(self) -> dict[str, HeldState]:
         """What host memory and the device hold, and what is wanted and not there, by digest.
 
+        A preloaded adapter is there in host memory, a pinned one only on the device. What cannot be served because of
+        the base model is not there, wherever it is; then the base model itself is said to have failed, too.
+
         Raises:
             EngineUnavailable: the engine does not say.
         """
         found = {digest: HeldState("HOST") for digest in self._loader.in_host()}
         found.update({r.digest: HeldState("GPU", pinned=r.pinned) for r in await self._engine.residents()})
+        if (conflict := self._loader.base_model_conflict) is not None:
+            missing = [*found, *self._loads, conflict.metadata[SERVED_FINGERPRINT]]
+            return dict.fromkeys(missing, HeldState("FAILED", reason=conflict.reason))
         for digest, load in self._loads.items():
-            if digest not in found and not (load.is_done and not load.wanted.is_pinned):
+            is_pinned, level = load.wanted.is_pinned, found[digest].level if digest in found else ""
+            if level != "GPU" if is_pinned else not (level or load.is_done):
                 found[digest] = HeldState("FAILED", reason=load.reason)
         return found
 
     def _is_settled(self) -> bool:
-        by_digest = _by_digest(self._wanted)
+        by_digest = wanted_by_digest(self._wanted)
         return all(digest in self._loads and self._loads[digest].is_settled for digest in by_digest)
 
     async def _reconcile(self) -> None:
-        wanted = _by_digest(self._wanted)
+        wanted = wanted_by_digest(self._wanted)
         for digest in self._loads.keys() - wanted.keys():
             _cancel(self._loads.pop(digest))
         for digest, version in wanted.items():
             load = self._loads.setdefault(digest, _Load(version))
             if load.wanted.is_pinned != version.is_pinned:
-                load.is_done = load.is_settled = False
+                load.begin_anew()
             load.wanted = version
+        if self._loader.base_model_conflict is not None:
+            await self._want_nothing()
+            return
         for load in self._loads.values():
             is_running = load.task is not None and not load.task.done()
             if not load.is_done and not is_running and self._clock() >= load.retry_at:
@@ -197,6 +207,16 @@ class Residency:
         pinned = frozenset(digest for digest, version in wanted.items() if version.is_pinned)
         await self._end_other_pins(pinned)
         await self._look_at_pins(pinned)
+
+    async def _want_nothing(self) -> None:
+        """As long as the base model is another one. What was brought here before is used by nobody, and is evicted."""
+        for load in self._loads.values():
+            _cancel(load)
+            load.begin_anew()
+            load.is_settled = True
+        self._progress()
+        await self._end_other_pins(frozenset())
+        await self._look_at_pins(frozenset())
 
     async def _end_other_pins(self, pinned: frozenset[str]) -> None:
         """End the pins of what is not wanted any more, also those that a process before this one has set.
@@ -240,16 +260,19 @@ class Residency:
         else:
             load.is_done = load.is_settled = True
             load.failures, load.reason = 0, "EVICTED"  # what it is if it is looked for later and not there
+        self._progress()
+
+    def _progress(self) -> None:
         self._progressed.set()
         self._progressed = asyncio.Event()
 
     async def _bring_to_device(self, load: _Load) -> None:
         digest, reference, is_pinned = load.wanted
-        load.reason = "FETCHING"
+        load.reason = load.reason if load.failures else "FETCHING"
         began = self._clock()
         prepared = await self._loader.prepare(reference)
         seconds = self._clock() - began
-        load.reason = "LOADING"
+        load.reason = load.reason if load.failures else "LOADING"
         if is_pinned or await self._engine.free_bytes() >= prepared.size_bytes:
             await self._engine.load(digest, pinned=is_pinned, prepare_seconds=seconds)
         log.info("%s is here", reference, extra={"digest": digest, "pinned": is_pinned})
@@ -261,38 +284,6 @@ class Residency:
         load.failures += 1
         load.retry_at = self._clock() + min(FIRST_RETRY * 2.0 ** min(load.failures - 1, 10), LONGEST_RETRY)
         load.is_settled = not isinstance(error, Unavailable | AdapterMemory) or load.failures > 3
-
-
-def wanted_versions(change: registry_pb2.AdapterChange) -> tuple[Wanted, ...]:
-    """What of an adapter a replica shall hold.
-
-    Raises:
-        InvalidArgument: a version's name is malformed.
-    """
-    adapter = change.adapter
-    residency = resources_pb2.Adapter.Residency
-    if adapter.residency not in (residency.RESIDENCY_PRELOAD, residency.RESIDENCY_PINNED):
-        return ()
-    numbers = {target.version for alias in adapter.aliases for target in alias.targets}
-    if adapter.default_alias == LATEST:
-        numbers.add(adapter.latest_version)
-    found = []
-    for version in change.versions:
-        name = parse_version_name(version.name, "changes.versions.name")
-        if name.version in numbers:
-            reference = f"{name.namespace}/{name.adapter}@{name.version}"
-            found.append(Wanted(version.digest, reference, adapter.residency == residency.RESIDENCY_PINNED))
-    return tuple(found)
-
-
-def _by_digest(wanted: Mapping[str, Sequence[Wanted]]) -> dict[str, Wanted]:
-    """Several adapters may be of one content: it is pinned if one of them is."""
-    found: dict[str, Wanted] = {}
-    for versions in wanted.values():
-        for version in versions:
-            if version.digest not in found or version.is_pinned:
-                found[version.digest] = version
-    return found
 
 
 def _cancel(load: _Load) -> None:

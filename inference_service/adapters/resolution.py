@@ -107,7 +107,8 @@ def _version(message: Any, adapter_uid: str) -> ResolvedVersion:
     files = tuple(FileEntry(file.path, file.size_bytes, file.sha256) for file in message.manifest.files)
     digest = check_digest(message.digest, "version.digest")
     if manifest_digest(files) != digest:
-        raise DigestMismatch(f"the manifest of {message.name} is not that of {digest}", metadata={"digest": digest})
+        problem = f"the manifest of {message.name} is not that of {digest}; register its source as a new version"
+        raise DigestMismatch(problem, metadata={"digest": digest})
     for name in (CONFIG, WEIGHTS):
         if all(file.path != name for file in files):
             raise InvalidArgument.of("version.manifest.files", f"{name} is missing")

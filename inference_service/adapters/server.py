@@ -65,7 +65,7 @@ class AdapterServer:
                 try:
                     self._dispatch(identity, decode_adapter_request(b"".join(parts)))
                 except msgspec.MsgspecError as error:
-                    log.warning("ignored a malformed message from %r: %s", identity, error)
+                    log.warning("ignored a malformed message from %s: %s", identity.decode(errors="replace"), error)
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -153,6 +153,6 @@ class AdapterServer:
         try:
             await self._socket.send_multipart([identity, encode(message)], flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            log.debug("not sent to %r: %s", identity, error)
+            log.debug("not sent to %s: %s", identity.decode(errors="replace"), error)
             return False
         return True

@@ -25,6 +25,7 @@ from inference_service.adapters.store import HostStore
 from inference_service.adapters.text_files import read_text_files
 from inference_service.types import BlobLayout
 from shared.base_model import ModelConfig
+from shared.blend_errors import of_part
 from shared.errors import AdapterMemory, DigestMismatch, LoraplexError
 from shared.references import parse_version_name
 from shared.sources.turns import SourceTurns
@@ -71,6 +72,7 @@ class _Recipe(NamedTuple):
     digest: str
     versions: tuple[ResolvedVersion, ...]
     open: Callable[[Sequence[Fetched]], OpenAdapter | OpenBlend]
+    fields: tuple[str, ...] = ("",)  # of a blend: which part of it each version is
 
 
 class Staging:
@@ -131,7 +133,8 @@ class Staging:
             return open_blend(blend, fetched, packing.model, packing.dtype, packing.base)
 
         versions = tuple(part.version for part in blend.parts)
-        return await self._stage(_Recipe("a blend", blend.digest, versions, opened))
+        fields = tuple(part.field for part in blend.parts)
+        return await self._stage(_Recipe("a blend", blend.digest, versions, opened, fields))
 
     async def read_texts(self, version: ResolvedVersion) -> dict[str, bytes]:
         """The tokenizer and chat-template files of an adapter, by name; fetched again if need be. Raises as `stage`."""
@@ -171,7 +174,10 @@ class Staging:
         load.phase, load.bytes_done = "FETCHING", 0
         load.bytes_total = sum(file.size for version in recipe.versions for file in version.files)
         with self._counters.timed("fetch"):
-            fetched = [await self._fetch(version, load.advance) for version in recipe.versions]
+            fetched = []
+            for version, field in zip(recipe.versions, recipe.fields, strict=True):
+                with of_part(field):
+                    fetched.append(await self._fetch(version, load.advance))
         self._counters.fetched_bytes += load.bytes_done
         fetched_at = time.monotonic()
         load.phase, load.bytes_done = "PACKING", 0

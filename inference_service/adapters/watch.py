@@ -14,7 +14,7 @@ from inference_service.adapters.answers import Answers
 from inference_service.adapters.registry_errors import error_of, unreachable
 from loraplex.registry.v1 import registry_pb2
 from loraplex.registry.v1.registry_pb2_grpc import AdapterRegistryServiceStub
-from shared.errors import InvalidArgument, LoraplexError, RegistryUnavailable, WatchCompacted
+from shared.errors import Draining, InvalidArgument, LoraplexError, RegistryUnavailable, WatchCompacted
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,9 @@ class AdapterWatch:
             except InvalidArgument as error:
                 log.error("the registry's watch cannot be read: %s", error.message)
                 self._start_over()
+            except Draining as error:  # in order, and another registry is there
+                log.info("the watched registry ends, and another one is asked: %s", error.message)
+                self._delay = FIRST_DELAY / 2  # so that it is reported if there is none
             except LoraplexError as error:
                 self._report(error)
             except Exception:

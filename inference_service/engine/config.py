@@ -10,6 +10,8 @@ Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
+DEFAULT_MODEL_LEN = 8192
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of one engine. None means: chosen by the device or the model (`limits_for`).
@@ -18,7 +20,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         model: Folder of config.json and the safetensors files.
         load_format: Where the weights come from; dummy: random ones of the config's shape, for benchmarks.
         weights_fingerprint: Identity of the base weights; part of every prefix cache name.
-        max_model_len: Prompt and output tokens of one sequence; None for min(model's, 8192).
+        max_model_len: Prompt and output tokens of one sequence; None for DEFAULT_MODEL_LEN. Less where the model or
+            the KV cache takes less.
         max_num_seqs: Sequences in one step.
         max_batched_tokens: Tokens computed in one step; at least `max_num_seqs`.
         memory_fraction: Share of a GPU's memory that all of this engine fills; what sizes leave unsaid follows from it.
@@ -89,7 +92,7 @@ def limits_for(config: EngineConfig, device: str, max_position: int, kv_tokens: 
     default_seqs = 256 if cuda else 64
     max_num_seqs = config.max_num_seqs or min(default_seqs, config.max_batched_tokens or default_seqs)
     return EngineLimits(
-        max_model_len=min(config.max_model_len or 8192, max_position, kv_tokens),
+        max_model_len=min(config.max_model_len or DEFAULT_MODEL_LEN, max_position, kv_tokens),
         max_num_seqs=max_num_seqs,
         max_batched_tokens=config.max_batched_tokens or max(8192 if cuda else 512, max_num_seqs),
         max_queue=config.max_queue,
@@ -97,3 +100,12 @@ def limits_for(config: EngineConfig, device: str, max_position: int, kv_tokens: 
         max_queued_per_tenant=config.max_queued_per_tenant,
         max_running_per_tenant=config.max_running_per_tenant,
     )
+
+
+def model_len_line(config: EngineConfig, max_position: int, kv_tokens: int) -> tuple[str, bool]:
+    """What `max_model_len` of `limits_for` has come to, for the log; and whether less than was asked for."""
+    wanted = config.max_model_len or DEFAULT_MODEL_LEN
+    takes = min((wanted, "max_model_len"), (max_position, "the model"), (kv_tokens, "the KV cache"), key=lambda t: t[0])
+    is_cut = config.max_model_len is not None and takes[0] < config.max_model_len
+    instead = f" instead of the {config.max_model_len} of max_model_len" if is_cut else ""
+    return f"a sequence may have {takes[0]} tokens{instead}: as many as {takes[1]} allows", is_cut

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from inference_service.engine.batch import gather
 from inference_service.engine.blocks import ChainSeed
-from inference_service.engine.config import EngineConfig, limits_for
+from inference_service.engine.config import EngineConfig, limits_for, model_len_line
 from inference_service.engine.memory import Wanted, describe, divide, divide_host, graph_reserve
 from inference_service.engine.sampler import Row, has_penalties, sample, token_logprobs
 from inference_service.engine.sequence import Request, Sequence
@@ -87,6 +87,8 @@ class ModelRunner:
         self.kv_cache = self._build_kv_cache()
         kv_tokens = self.num_blocks * self.block_size
         self.limits = limits_for(config, self.device.type, self.model_config.max_position, kv_tokens)
+        line, is_cut = model_len_line(config, self.model_config.max_position, kv_tokens)
+        log.log(logging.WARNING if is_cut else logging.INFO, line)
         self.looks_ahead = False
         self.vocab_size = self.model_config.vocab_size
         self.eos_ids = self.model_config.eos_token_ids

@@ -55,7 +55,7 @@ class ApiSocket:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            log.warning("API process %r is gone: %s", client, error)
+            log.warning("API process %s is gone: %s", client.decode(errors="replace"), error)
             return False
         return True
 

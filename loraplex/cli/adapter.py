@@ -40,6 +40,7 @@ from loraplex.client import Client
 from loraplex.registry.v1 import registry_pb2, resources_pb2
 from shared.adapter_format.texts import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG
 from shared.errors import AdapterNotFound
+from shared.references import LATEST
 
 app = typer.Typer(help="Manage adapters.")
 console = Console(stderr=True)
@@ -87,7 +88,26 @@ def _print_registered(adapter: str, response: registry_pb2.RegisterAdapterRespon
         f"{verb}: {short_version(version.name) or adapter} rank {version.lora_config.rank}, "
         f"{megabytes(version.size_bytes)}, {version.digest}"
     )
+    if not dry_run:
+        _print_meaning(response.adapter, version.name)
     _print_warnings(version)
+
+
+def _print_meaning(adapter: resources_pb2.Adapter, version: str) -> None:
+    """Tells whoever asks for the name alone, and expects what was just registered, that it means something else."""
+    number, name = version.rpartition("/")[2], short_adapter(adapter.name)
+    aliases = {alias.name.rpartition("/")[2]: alias_targets(alias) for alias in adapter.aliases}
+    default = adapter.default_alias
+    meaning = str(adapter.latest_version) if default == LATEST else aliases.get(default, "none")
+    if meaning == number:
+        return
+    if default == LATEST:
+        moved = f"loraplex adapter alias {name}@prod {number}"
+        both = f"`{moved}` and `loraplex adapter update {name} --default-alias prod`"
+        typer.echo(f"{name} alone means the newest version, {meaning}; {both} make it mean {number}", err=True)
+    else:
+        point = f"`loraplex adapter alias {name}@{default} {number}`"
+        typer.echo(f"{name} alone means {name}@{default}, version {meaning}; {point} makes it mean {number}", err=True)
 
 
 def _print_warnings(version: resources_pb2.AdapterVersion) -> None:

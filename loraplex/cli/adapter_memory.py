@@ -23,7 +23,10 @@ def add_commands(app: typer.Typer) -> None:
 def load(
     reference: ReferenceArgument,
     pin: Annotated[
-        bool, typer.Option("--pin", help="Never evict it until it is unloaded. Without it, a pin it has stays.")
+        bool,
+        typer.Option(
+            "--pin", help="Never evict it until it is unloaded or the engine restarts. Without it, a pin it has stays."
+        ),
     ] = False,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Return before it is ready.")] = False,
     json: Json = False,

@@ -85,5 +85,9 @@ async def _explanation(error: LoraplexError, registry: str | None, server: str |
             return f"the connection to the {kind} service at {address} broke: {error.message}"
     if error.code == "UNAVAILABLE" and error.retry_after is None:
         return f"no TLS with the {kind} service at {address}: {error.message}"
-    tls = "" if identity().is_secure else " or it speaks TLS: --ca;"
-    return f"no {kind} service answers at {address} (is it running and SERVING?{tls} try: loraplex status)"
+    who = identity()
+    tls = " or it speaks TLS: --ca;"
+    if who.is_secure:
+        tls = "" if who.cert else " or it wants a certificate: --cert and --key;"
+    cause = error.message.rpartition("last error: ")[2]  # of gRPC: why the last of all addresses failed
+    return f"no {kind} service answers at {address} (is it running and SERVING?{tls} try: loraplex status): {cause}"

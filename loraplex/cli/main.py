@@ -1,12 +1,17 @@
 """`loraplex`: run the services, manage adapters, generate."""
 
 import io
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
+
+from shared.grpc_environment import grpc_environment
+
+os.environ.update(grpc_environment())  # read when gRPC is imported; `registry` serves in this process
 
 from loraplex.cli import (
     adapter,

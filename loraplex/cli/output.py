@@ -38,6 +38,8 @@ def as_dict(message: Message) -> dict[str, Any]:
 
 
 def _with_numbers(fields: Mapping[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    if "num_versions" in data and "serving" not in data:  # an adapter of an answer that tells neither
+        del data["num_versions"]
     return {name: _with_number(fields[name], value) if name in fields else value for name, value in data.items()}
 
 

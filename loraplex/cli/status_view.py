@@ -63,6 +63,8 @@ def _replica(replica: Replica, model: inference_pb2.GetModelInfoResponse, *, wit
     yield Section(f"{where}{name} ({model.architecture}) on {model.device}, {model.dtype}")
     status = replica.status
     if status is not None:
+        if status.adapters.base_model_conflict:
+            yield Section(f"BASE_MODEL_CONFLICT: {status.adapters.base_model_conflict}")
         yield from _sums(status)
         yield from _under_way(status)
     rows = sorted(replica.adapters, key=lambda a: (-a.level, -a.active_requests))

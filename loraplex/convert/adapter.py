@@ -15,12 +15,13 @@ from shared.adapter_format.files import CONFIG, adapter_files, named_folder
 from shared.adapter_format.finite import check_finite
 from shared.adapter_format.header import TensorInfo, read_header_of
 from shared.adapter_format.kinds.initialisation import LOST
-from shared.adapter_format.reasons import OTHER_BASE, SAVE_AGAIN, key_unsupported, tensor_invalid, tensor_unsupported
+from shared.adapter_format.reasons import SAVE_AGAIN, key_unsupported, tensor_invalid, tensor_unsupported
 from shared.adapter_format.strict_json import parse_object
 from shared.base_model import ModelConfig
 from shared.errors import InvalidArgument, SourceNotFound
 
 INIT = "init_lora_weights"
+GIVE_BASE = "give with --base the folder of the base model that it was trained on"
 _RETRAIN = "train again with init_lora_weights true"
 # Keys with which twice the rank is not the same function, or not on linears alone.
 _NOT_WITH = ("alora_invocation_tokens", "use_bdlora", "use_qalora", "target_parameters", "layer_replication")
@@ -60,9 +61,10 @@ def read_adapter(folder: Path, model: ModelConfig) -> TrainedAdapter:
     if not folder.is_dir():
         raise SourceNotFound(f"{folder} is not a folder; download the adapter first", metadata={"source": str(folder)})
     names = [path.name for path in folder.iterdir() if path.is_file()]
-    if below := named_folder(names, [path.name for path in folder.iterdir() if path.is_dir()]):
+    folders = [path.name for path in folder.iterdir() if path.is_dir()]
+    if below := named_folder(names, folders):
         return read_adapter(folder / below, model)
-    files = adapter_files(names)
+    files = adapter_files(names, lambda: folders)
     raw = parse_object((folder / files.config).read_bytes(), CONFIG)
     method = _method(raw)
     for key in _NOT_WITH:
@@ -127,7 +129,7 @@ def _check_modules(
             raise tensor_invalid(module.a, problem, "correct lora_alpha and alpha_pattern")
         if module.rank > largest:
             raise tensor_invalid(
-                module.a, f"has rank {module.rank}; {method} takes at most {largest} out of this linear", OTHER_BASE
+                module.a, f"has rank {module.rank}; {method} takes at most {largest} out of this linear", GIVE_BASE
             )
         if 2 * module.rank > MAX_RANK:
             ranks = f"rank {module.rank} becomes {2 * module.rank}"

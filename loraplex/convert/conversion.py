@@ -10,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from loraplex.convert.adapter import TrainedAdapter, converted_config, read_adapter
+from loraplex.convert.adapter import GIVE_BASE, TrainedAdapter, converted_config, read_adapter
 from loraplex.convert.removed import REMOVED
 from loraplex.convert.tensors import read_tensor, write_tensors
 from shared.adapter_format.binding import ModuleBinding
 from shared.adapter_format.files import CONFIG, WEIGHTS
 from shared.adapter_format.header import TensorInfo, read_header_of
+from shared.adapter_format.reasons import OTHER_BASE
 from shared.base_model import ModelConfig, linear_shapes, parse_config
 from shared.base_weights import checkpoint_files
 from shared.errors import AdapterInvalid, InvalidArgument
@@ -54,9 +55,12 @@ def convert(source: Path, base: Path, out: Path, on_module: Callable[[int, int],
         UnsupportedAdapter, AdapterInvalid, SourceNotFound: as `read_adapter`.
     """
     if out.exists():
-        raise InvalidArgument.of("out", f"{out} exists already")
+        raise InvalidArgument.of("out", f"{out} exists already; choose another folder")
     model = _model(base)
-    adapter = read_adapter(source, model)
+    try:
+        adapter = read_adapter(source, model)
+    except AdapterInvalid as error:
+        raise _of_base(error) from None
     weights = _linears(base, linear_shapes(model))
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
@@ -70,6 +74,11 @@ def convert(source: Path, base: Path, out: Path, on_module: Callable[[int, int],
         folder.rename(out)
     rank = 2 * max(module.rank for module in adapter.modules)
     return Conversion(adapter.method, len(adapter.modules), rank, tuple(warnings))
+
+
+def _of_base(error: AdapterInvalid) -> AdapterInvalid:
+    """What binding says to who registers an adapter, as who converts one must hear it."""
+    return AdapterInvalid(error.message.replace(OTHER_BASE, GIVE_BASE), metadata=error.metadata)
 
 
 def _model(base: Path) -> ModelConfig:

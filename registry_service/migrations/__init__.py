@@ -17,7 +17,7 @@ from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from registry_service.database import configure_sqlite, driver_url, is_sqlite
+from registry_service.database import DEFAULT_URL, configure_sqlite, driver_url, is_sqlite
 from registry_service.migrations.online import build_indexes
 from registry_service.migrations.revisions import SchemaOutdated, known_revision
 from shared.errors import InvalidArgument, RegistryUnavailable
@@ -33,13 +33,13 @@ def upgrade(url: str, revision: str = "head") -> None:
     transaction. Blocks.
 
     Raises:
-        InvalidArgument: there is no SQLite database at that path, and none can be made. Its folder is made if need be,
-            but no more than that one: a path that is mistyped shall not become an empty registry.
+        InvalidArgument: no SQLite database can be made at that path. A mistyped one shall not become an empty registry,
+            so its folder must be there; only that of the default is made.
         SchemaOutdated: a newer version of the registry has written it.
         RegistryUnavailable: no database answers.
     """
     if is_sqlite(url):
-        _make_folder(Path(url.removeprefix("sqlite:///")).parent)
+        _check_folder(url)
     else:
         with _engine(url) as engine:
             build_indexes(engine, _script(), revision)
@@ -149,11 +149,16 @@ def require_database(url: str) -> None:
         raise InvalidArgument.of("database", f"there is none at {url}")
 
 
-def _make_folder(folder: Path) -> None:
+def _check_folder(url: str) -> None:
+    folder = Path(url.removeprefix("sqlite:///")).parent
     try:
-        folder.mkdir(exist_ok=True)
+        if url == DEFAULT_URL:
+            folder.mkdir(exist_ok=True)
+        is_there = folder.is_dir()
     except OSError as error:
-        raise InvalidArgument.of("database", f"its folder {folder} cannot be made: {error.strerror}") from None
+        raise InvalidArgument.of("database", f"its folder {folder} cannot be used: {error.strerror}") from None
+    if not is_there:
+        raise InvalidArgument.of("database", f"its folder {folder} does not exist; make it, or correct the path")
 
 
 def _config(connection: Connection) -> Config:

@@ -2,7 +2,7 @@
 
 files.py       which files of a folder make an adapter
 texts.py       a tokenizer and chat template beside them (text_checks.py: what of them can work; vocabulary.py)
-config.py      adapter_config.json → LoraConfig          (fields.py: every field and how it is treated; values.py)
+config.py      adapter_config.json → LoraConfig          (fields.py: how each is treated; values.py; peft_types.py)
 header.py      safetensors header → TensorInfo by name   (mistaken.py: what was saved in its place)
 binding.py     LoraConfig + tensors + ModelConfig → BindingPlan
   names.py       tensor names → sites of the model

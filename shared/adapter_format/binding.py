@@ -15,7 +15,7 @@ from shared.adapter_format.patterns import StepBudget
 from shared.adapter_format.reasons import SAVE_AGAIN, tensor_invalid
 from shared.adapter_format.served import kinds_of
 from shared.adapter_format.targets import Targets
-from shared.adapter_format.unsupported import left_over
+from shared.adapter_format.unsupported import check_format, left_over
 from shared.base_model import ModelConfig
 from shared.errors import AdapterInvalid, LoraplexError, UnsupportedAdapter
 
@@ -32,6 +32,7 @@ def plan(config: LoraConfig, tensors: Mapping[str, TensorInfo], model: ModelConf
             key contradicts the tensors (metadata `key`).
         UnsupportedAdapter: something valid for PEFT that is never served.
     """
+    check_format(tensors)
     names = read_names(tensors, model)
     if names.unknown:
         raise left_over(names.unknown[0])
@@ -77,8 +78,8 @@ def _bound(
     for kind in KINDS:
         kind.bind(draft)
     for roles in names.found.values():
-        for tensor in roles.values():
-            raise left_over(tensor)
+        for role, tensor in roles.items():
+            raise left_over(tensor, role)
     return _finished(draft)
 
 

@@ -1,6 +1,5 @@
 """adapter_config.json → LoraConfig."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +7,7 @@ from shared.adapter_format.fields import FIELDS
 from shared.adapter_format.files import CONFIG
 from shared.adapter_format.kinds import KINDS
 from shared.adapter_format.lora_config import ALL_LINEAR, BlockDiagonal, LoraConfig
+from shared.adapter_format.peft_types import check_type
 from shared.adapter_format.reasons import TRAIN_WITHOUT, file_invalid, key_invalid, key_unsupported
 from shared.adapter_format.strict_json import parse_object
 from shared.adapter_format.values import MAX_RANK, is_nothing
@@ -44,6 +44,8 @@ def parse_adapter_config(raw: bytes | Mapping[str, Any]) -> LoraConfig:
     _check_variants(config)
     for kind in KINDS:
         kind.check(config)
+    if not config.target_modules:  # last, because PEFT leaves it empty where another key names what is trained
+        raise key_invalid("target_modules", "is empty", "name the modules that the tensors belong to")
     return config
 
 
@@ -51,7 +53,7 @@ def _check_served(raw: Mapping[str, Any]) -> None:
     """Only LoRA, and no key that is refused or unknown with a value that means something."""
     if "peft_type" not in raw:
         raise key_invalid("peft_type", "is missing", "only LORA is served: name it, if the adapter is one")
-    _check_type(raw["peft_type"])
+    check_type(raw["peft_type"])
     for key, value in raw.items():
         field = FIELDS.get(key)
         if field is None:
@@ -61,20 +63,6 @@ def _check_served(raw: Mapping[str, Any]) -> None:
         field.check_form(key, value)
         if field.treatment == "refused" and not field.asks_for_nothing(value):
             raise key_unsupported(key, field.advice)
-
-
-def _check_type(value: Any) -> None:
-    if value == "LORA":
-        return
-    if not isinstance(value, str) or value.upper() == "LORA":
-        raise key_invalid(
-            "peft_type", f"is {json.dumps(value):.60}, which PEFT cannot load", 'write "LORA" if it is one'
-        )
-    raise key_unsupported(
-        "peft_type",
-        f"{value!r:.60} is not served, only LORA is; train a LoRA, or merge it into the base model and register that "
-        "as a base model",
-    )
 
 
 def _check_variants(config: LoraConfig) -> None:

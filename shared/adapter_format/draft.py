@@ -1,5 +1,6 @@
 """A binding in the making: what the kinds of adapters read from and add to, each in its turn."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ from shared.adapter_format.header import TensorInfo
 from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.names import AdapterNames, Site
 from shared.adapter_format.overrides import Overrides
-from shared.adapter_format.reasons import OTHER_BASE, tensor_invalid
+from shared.adapter_format.reasons import OTHER_BASE, SAVE_AGAIN, tensor_invalid
 from shared.adapter_format.targets import Targets
 from shared.base_model import ModelConfig
 
@@ -74,8 +75,9 @@ class Draft:
         info = self.tensors[tensor]
         check_dtype(tensor, info)
         if info.shape != shape:
+            advice = SAVE_AGAIN if math.prod(info.shape) == math.prod(shape) else OTHER_BASE
             raise tensor_invalid(
-                tensor, f"has shape {list(info.shape)}, not {list(shape)} as the base model takes", OTHER_BASE
+                tensor, f"has shape {list(info.shape)}, not {list(shape)} as the base model takes", advice
             )
 
 

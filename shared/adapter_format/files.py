@@ -1,7 +1,7 @@
 """Which files of a folder make an adapter."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from shared.adapter_format.reasons import SAVE_AGAIN, file_invalid
@@ -34,13 +34,15 @@ def named_folder(names: Iterable[str], folders: Sequence[str]) -> str | None:
     if {CONFIG, WEIGHTS, PICKLE} & set(names) or not below:
         return None
     if len(below) > 1:
-        shown = ", ".join(below[:5])[:200]
+        shown = ", ".join(below[:5])[:200] + (f" and {len(below) - 5} more" if len(below) > 5 else "")
         raise file_invalid(CONFIG, "is missing from the adapter's folder, which holds others", f"name one of {shown}")
     return below[0]
 
 
-def adapter_files(names: Iterable[str]) -> AdapterFiles:
+def adapter_files(names: Iterable[str], folders: Callable[[], Iterable[str]] = tuple) -> AdapterFiles:
     """Pick the config and the weights out of a folder's listing (`/`-separated paths relative to the folder).
+
+    `folders`: gives the folders in it, if the listing does not tell; asked only where a file is missing.
 
     Raises:
         AdapterInvalid: a file is missing (metadata `file`).
@@ -48,11 +50,13 @@ def adapter_files(names: Iterable[str]) -> AdapterFiles:
     """
     listing = set(names)
     if CONFIG not in listing:
+        _check_no_folder(CONFIG, listing, folders)
         below = sorted(name for name in listing if name.endswith(f"/{CONFIG}"))
         advice = f"{below[0][:200]} exists: name that folder" if below else SAVE_AGAIN
         raise file_invalid(CONFIG, "is missing from the adapter's folder", advice)
     if WEIGHTS in listing:
         return AdapterFiles(CONFIG, WEIGHTS)
+    _check_no_folder(WEIGHTS, listing, folders)
     if sharded := sorted(name for name in listing if name.startswith("adapter_model") and ".safetensors" in name):
         raise UnsupportedAdapter(
             f"{sharded[0][:200]}: weights in several files are not served; save one {WEIGHTS}",
@@ -65,3 +69,9 @@ def adapter_files(names: Iterable[str]) -> AdapterFiles:
             metadata={"file": PICKLE},
         )
     raise file_invalid(WEIGHTS, "is missing from the adapter's folder", SAVE_AGAIN)
+
+
+def _check_no_folder(file: str, listing: Iterable[str], folders: Callable[[], Iterable[str]]) -> None:
+    """As `hf download --local-dir FILE` makes it, and a container's mount of a file that is not there."""
+    if any(name.startswith(f"{file}/") for name in listing) or file in folders():
+        raise file_invalid(file, "is a folder, not a file", "put the file itself in its place")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from shared.adapter_format.mistaken import mistaken
 from shared.adapter_format.reasons import COPY_AGAIN, file_invalid, tensor_invalid
 from shared.adapter_format.strict_json import parse_object
+from shared.json_text import as_json
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMENSIONS = 8
@@ -83,11 +84,12 @@ def _tensor(name: str, entry: Any, data_start: int) -> TensorInfo:
         raise tensor_invalid(name, "its header entry must have dtype, shape and data_offsets", COPY_AGAIN)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
-        raise tensor_invalid(name, f"dtype {dtype!r:.40} is not known", "save it as float32")
+        raise tensor_invalid(name, f"dtype {as_json(dtype):.40} is not known", "save it as float32")
     if not _is_ints(shape, MAX_DIMENSION) or len(shape) > MAX_DIMENSIONS:
-        raise tensor_invalid(name, f"shape {shape!r:.80} is not a list of at most {MAX_DIMENSIONS} sizes", COPY_AGAIN)
+        problem = f"shape {as_json(shape):.80} is not a list of at most {MAX_DIMENSIONS} sizes"
+        raise tensor_invalid(name, problem, COPY_AGAIN)
     if not _is_ints(offsets, 1 << 62) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise tensor_invalid(name, f"data_offsets {offsets!r:.80} is not [begin, end]", COPY_AGAIN)
+        raise tensor_invalid(name, f"data_offsets {as_json(offsets):.80} is not [begin, end]", COPY_AGAIN)
     expected = ITEM_SIZES[dtype]
     for dimension in shape:
         expected *= dimension

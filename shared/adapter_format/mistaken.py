@@ -31,6 +31,9 @@ _MISTAKES = (
     _Mistake(re.compile(rb"PK\x03\x04"), "is a zip archive, as torch.save writes: a pickle", _PICKLE_ADVICE),
     _Mistake(re.compile(rb"\x80[\x02-\x05][\x28-\x97]"), "is a pickle", _PICKLE_ADVICE),
     _Mistake(re.compile(rb"\x1f\x8b\x08"), "is compressed with gzip", "unpack it"),
+    _Mistake(
+        re.compile(rb"GGUF"), "is a GGUF file, which llama.cpp reads", "take the adapter as PEFT saved it before that"
+    ),
 )
 _JSON = _Mistake(re.compile(rb'\{\s*"\w'), "is JSON: perhaps a server's error", _DOWNLOAD)
 _OF_TEXT = (
@@ -44,7 +47,10 @@ def mistaken(start: bytes, file: str, *, is_json: bool = False) -> AdapterInvali
 
     `is_json`: it should be JSON, else binary.
     """
-    return _first(_MISTAKES if is_json else (*_MISTAKES, _JSON), start, file)
+    found = _first(_MISTAKES if is_json else (*_MISTAKES, _JSON), start, file)
+    if found is None and is_json and start.startswith(_BYTE_ORDER_MARK):
+        return file_invalid(file, "begins with a byte order mark, which is no part of JSON", "save it as UTF-8 without")
+    return found
 
 
 def mistaken_text(start: bytes, file: str) -> AdapterInvalid | None:

@@ -10,6 +10,7 @@ from shared.adapter_format.values import MAX_RANK
 Blocks = tuple[int, int]
 DENSE: Blocks = (1, 1)
 _BLOCKS = "set nblocks as in training"
+_ONE_TRAINING = "take both from the same checkpoint, saved with PEFT"
 
 
 def take_pair(
@@ -46,27 +47,37 @@ def rank_and_scale(
                 f"has shape {list(info.shape)}, not a matrix",
                 "sharded training must gather weights before saving",
             )
+    name = draft.names.module(site)
+    promised = draft.ranks.value(name)
+    if blocks == DENSE:
+        _check_not_transposed(a, infos[0].shape, columns, promised, f"[r, {columns}]")
+        _check_not_transposed(b, infos[1].shape[::-1], rows, promised, f"[{rows}, r]")
     rank = infos[0].shape[0]
     _check_columns(a, infos[0].shape, columns, blocks[0], "r")
     if rank % blocks[0] or rank % blocks[1]:
         raise tensor_invalid(a, f"has rank {rank}, which use_bdlora's nblocks does not divide", _BLOCKS)
     if rows % blocks[1]:
         raise tensor_invalid(b, f"has {rows} rows, which use_bdlora's nblocks does not divide", _BLOCKS)
-    if infos[1].shape != (rows, rank // blocks[1]):
-        shape = [rows, rank // blocks[1]]
-        raise tensor_invalid(
-            b, f"has shape {list(infos[1].shape)}, not {shape} as the base model and lora_A take", OTHER_BASE
-        )
+    if infos[1].shape[0] != rows:
+        problem = f"has shape {list(infos[1].shape)}, not [{rows}, {rank // blocks[1]}] as the base model takes"
+        raise tensor_invalid(b, problem, OTHER_BASE)
+    if infos[1].shape[1] != rank // blocks[1]:
+        problem = f"has shape {list(infos[1].shape)}, not [{rows}, {rank // blocks[1]}]: its lora_A has rank {rank}"
+        raise tensor_invalid(b, problem, _BLOCKS if blocks != DENSE else _ONE_TRAINING)
     if rank > MAX_RANK:
         raise tensor_unsupported(a, "r", f"rank {rank} is above the limit of {MAX_RANK}; train with a smaller rank")
-    name = draft.names.module(site)
-    promised = draft.ranks.value(name)
     if rank != promised and not is_tied:
         problem = f"has rank {rank}; adapter_config.json says {promised:g} (r or rank_pattern)"
         raise tensor_invalid(
             a, problem, "correct r and rank_pattern: saving sorts patterns, and the first that matches counts"
         )
     return rank, draft.alphas.value(name) / (math.sqrt(promised) if draft.config.use_rslora else promised)
+
+
+def _check_not_transposed(tensor: str, shape: tuple[int, ...], length: int, promised: float, form: str) -> None:
+    """`shape` is [r, length], as A has it; B's is read backwards. `length` is no rank that the config promises."""
+    if shape[0] == length != shape[1] and promised != length:
+        raise tensor_invalid(tensor, f"is transposed: PEFT saves it as {form}", "transpose it, and save it again")
 
 
 def _check_columns(tensor: str, shape: tuple[int, ...], columns: int, blocks: int, rows: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shared.adapter_format.reasons import key_invalid, key_unsupported
+from shared.errors import AdapterInvalid, UnsupportedAdapter
 
 MAX_PATTERN_LENGTH = 2000
 MAX_NESTING = 40
@@ -86,11 +87,27 @@ def _parse(text: str, source: str, key: str) -> Sequence[Any]:
     try:
         tree = _sre.parse(text)
     except (re.error, OverflowError, RecursionError, Warning) as error:
-        raise key_invalid(key, f"holds {source!r:.100}, no regular expression: {error!s:.100}", "correct it") from None
+        raise _no_pattern(source, key, error) from None
     if tree.state.flags & ~re.UNICODE:
-        raise key_unsupported(key, f"inline flags in {source!r:.100} are not supported; spell the letters out")
+        raise _flags(source, key)
     _check(tree, source, key, 0)
     return tuple(tree)
+
+
+def _flags(source: str, key: str) -> UnsupportedAdapter:
+    return key_unsupported(key, f"inline flags in {source!r:.100} are not supported; spell the letters out")
+
+
+def _no_pattern(source: str, key: str, error: Exception) -> AdapterInvalid:
+    """`error` came of what PEFT builds around `source`: its position would mean nothing to who wrote that."""
+    try:
+        _sre.parse(source)
+    except (re.error, OverflowError, RecursionError, Warning) as alone:
+        return key_invalid(key, f"holds {source!r:.100}, no regular expression: {alone!s:.100}", "correct it")
+    if "global flags" in str(error):
+        problem = f"holds {source!r:.100}, whose flags PEFT cannot load: it puts the pattern behind a prefix"
+        return key_invalid(key, problem, "remove them, and write each letter in both forms, [Qq]")
+    return key_invalid(key, f"holds {source!r:.100}, which PEFT's prefix makes wrong: {error!s:.100}", "correct it")
 
 
 def _check(nodes: Iterable[Any], source: str, key: str, depth: int) -> None:
@@ -103,7 +120,9 @@ def _check(nodes: Iterable[Any], source: str, key: str, depth: int) -> None:
                 children = argument[1]
             case "MAX_REPEAT" | "MIN_REPEAT":
                 children = [argument[2]]
-            case "SUBPATTERN" if not argument[1] and not argument[2]:
+            case "SUBPATTERN" if argument[1] or argument[2]:
+                raise _flags(source, key)
+            case "SUBPATTERN":
                 children = [argument[3]]
             case "ASSERT" | "ASSERT_NOT":
                 children = [argument[1]]

@@ -31,8 +31,7 @@ def key_invalid(key: str, problem: str, advice: str) -> AdapterInvalid:
 
 def value_invalid(key: str, rule: str) -> AdapterInvalid:
     """`key` of adapter_config.json has a value that it cannot have. `rule`: what it must be, and is."""
-    name = key[:_LONGEST]
-    return AdapterInvalid(f"adapter_config.json: {name} must be {rule}", metadata={"key": name})
+    return key_invalid(key, f"must be {rule}", "set it as in training")
 
 
 def key_unsupported(key: str, advice: str) -> UnsupportedAdapter:

@@ -21,6 +21,14 @@ def parse_object(raw: bytes, file: str) -> dict[str, Any]:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
         if _SURROGATE_ESCAPE.search(raw):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise file_invalid(
+            file, f"holds {half}, which is half of a character (a surrogate pair)", "write the whole character"
+        ) from None
+    except UnicodeDecodeError as error:
+        problem = f"is not valid JSON: byte {error.start}, 0x{raw[error.start]:02x}, is no text in UTF-8"
+        raise mistaken(raw[:64], file, is_json=True) or file_invalid(file, problem, COPY_AGAIN) from None
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         wrong = mistaken(raw[:64], file, is_json=True)

@@ -1,18 +1,21 @@
 """What can be known of an adapter's tokenizer and chat template without running them, and without the base model's."""
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from shared.adapter_format.mistaken import mistaken, mistaken_text
 from shared.adapter_format.reasons import file_invalid
-from shared.adapter_format.texts import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
+from shared.adapter_format.texts import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG
 from shared.adapter_format.vocabulary import Vocabulary, beyond, read_vocabulary
 from shared.base_model import ModelConfig
 from shared.chat_template import parse_template, special_tokens, template_file, template_source
 from shared.errors import AdapterInvalid, InvalidArgument
+from shared.json_text import as_json
 
 LEAVE_OUT = "register the adapter with a correct file, or without it for the base model's"
 MAX_TEMPLATE_CHARS = 64 << 10  # a longer one is not parsed; those of known models have up to 20,000
+_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FEW = 0.9  # of the base model's ids: vocabularies are padded by less
 
 
@@ -40,6 +43,7 @@ def check_texts(files: Mapping[str, bytes], model: ModelConfig) -> TextFacts:
     try:
         warnings = list(_template_warnings(files))
         special = special_tokens(files)
+        _check_special_tokens(files)
     except InvalidArgument as error:
         raise of_file(error, files) from None
     vocabulary = read_vocabulary(files[TOKENIZER]) if TOKENIZER in files else None
@@ -56,6 +60,23 @@ def of_file(error: InvalidArgument, files: Mapping[str, bytes]) -> AdapterInvali
         return file_invalid(template_file(files), violation.description, LEAVE_OUT)
     wrong = mistaken(files[violation.field][:64], violation.field, is_json=violation.field.endswith(".json"))
     return wrong or file_invalid(violation.field, violation.description, LEAVE_OUT)
+
+
+def _check_special_tokens(files: Mapping[str, bytes]) -> None:
+    """What transformers cannot load: a special token that is no text. Those that it has no name for it lets be.
+
+    Raises InvalidArgument naming the file.
+    """
+    config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
+    read = {TOKENIZER_CONFIG: config}
+    if "added_tokens_decoder" not in config:  # as `special_tokens`
+        read[SPECIAL_TOKENS] = json.loads(files.get(SPECIAL_TOKENS, b"{}"))
+    for file, fields in read.items():
+        for key in _SPECIAL_TOKENS:
+            value = fields.get(key)
+            text = value.get("content", "") if isinstance(value, dict) else value
+            if text is not None and not isinstance(text, str):
+                raise InvalidArgument.of(file, f"{key} is {as_json(value):.60}, which is no token's text")
 
 
 def _template_warnings(files: Mapping[str, bytes]) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Tensors that no kind of adapter took: what they are, and what to do about it."""
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from shared.adapter_format.kinds.experts import ADVICE as EXPERTS_ADVICE
@@ -41,6 +42,7 @@ _KINDS = (
     _unasked(r"\.lora_B\.bias$", "lora_bias"),
     _unasked(r"(_proj|\.base_layer)\.bias$", "bias"),
     _unasked(r"\.trainable_tokens_delta$", "trainable_token_indices"),
+    _unasked(r"\.lora_velora_embed$", "velora_config"),
     _unasked(
         r"(^|\.)(embed_tokens|lm_head|[a-z_]*norm)\.((base_layer|original_module|modules_to_save)\.)?weight$",
         "modules_to_save",
@@ -59,10 +61,36 @@ _MISNAMED = (
         "save it with save_pretrained, which leaves that out",
     ),
 )
+# How other tools name a LoRA's tensors: pattern, what they are, what to do.
+_FOREIGN = (
+    (
+        r"^lora_(unet|te[0-9]?|transformer|prior)_",
+        "has a name as kohya's scripts write it, for a part of an image model (lora_unet_, lora_te_)",
+        "if it adapts this base model, convert it to PEFT's format",
+    ),
+    (
+        r"(^|\.)lora_(down|up|mid)\.(\w+\.)?weight$|([._]lora|\.lora_linear_layer)\.(down|up)\.weight$",
+        "has a name as diffusers and kohya's scripts write it (lora_down, lora_up)",
+        "convert it to PEFT's format, which has lora_A for lora_down and lora_B for lora_up",
+    ),
+)
+_NOT_OURS = "remove the tensor if the adapter does without, or train one with PEFT"
+_OF_PEFT = (".lora_A.weight", ".lora_B.weight")  # most tensors
+_PART = re.compile(r"(?:^|\.)(lora_[A-Za-z0-9_]+)(?:\.|$)")
+_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
-def left_over(tensor: str) -> LoraplexError:
-    """The error for a tensor that nothing of the config asks for."""
+def check_format(tensors: Iterable[str]) -> None:
+    """Raises AdapterInvalid for a name that another tool than PEFT wrote, which says nothing about the base model."""
+    for tensor in tensors:
+        if not tensor.endswith(_OF_PEFT):
+            for pattern, problem, advice in _FOREIGN:
+                if re.search(pattern, tensor):
+                    raise tensor_invalid(tensor, problem, advice)
+
+
+def left_over(tensor: str, role: str = "") -> LoraplexError:
+    """The error for a tensor that nothing of the config asks for. `role`: what it is of a module that there is."""
     for pattern, problem, advice in _MISNAMED:
         if re.search(pattern, tensor):
             return tensor_invalid(tensor, problem, advice)
@@ -72,4 +100,8 @@ def left_over(tensor: str) -> LoraplexError:
                 return tensor_unsupported(tensor, kind.key, kind.advice)
             problem = f"{kind.key} of adapter_config.json does not ask for it on this base model"
             return tensor_invalid(tensor, problem, f"set {kind.key} as in training, or remove the tensor")
+    found = _PART.search(tensor)
+    part = found[1] if found is not None and found[1] not in _PARTS else role
+    if part:
+        return tensor_invalid(tensor, f"{part:.60} is no part of a LoRA as PEFT saves it", _NOT_OURS)
     return tensor_invalid(tensor, "belongs to no module of this base model", f"{OTHER_BASE}, or remove the tensor")

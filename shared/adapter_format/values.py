@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from shared.adapter_format.reasons import key_invalid, key_unsupported, value_invalid
+from shared.json_text import as_json
 
 MAX_RANK = 512
 MAX_ENTRIES = 4096
@@ -21,7 +22,8 @@ class Field(NamedTuple):
     refused: changes it in a way that is not served. Must be the default, or null, false or empty; else `advice`.
 
     What PEFT cannot load is invalid, whatever the treatment. `is_nullable`: it loads null. `is_group`: it makes a
-    configuration of the object, also of an empty one, and loads nothing else but null.
+    configuration of the object, also of an empty one, and loads nothing else but null. `check(key, value)`: raises
+    AdapterInvalid for what it does not load of a field that is not read.
     """
 
     default: Any
@@ -30,6 +32,7 @@ class Field(NamedTuple):
     advice: str = ""
     is_nullable: bool = True
     is_group: bool = False
+    check: Callable[[str, Any], None] | None = None
 
     def asks_for_nothing(self, value: Any) -> bool:
         """Whether the field means the same as if it were left out."""
@@ -45,15 +48,22 @@ class Field(NamedTuple):
                 f"set it as in training; without the key PEFT takes its default, {default}",
             )
         if self.is_group and value is not None and not isinstance(value, Mapping):
-            raise value_invalid(key, f"an object or null, is {value!r:.60}")
+            raise value_invalid(key, f"an object or null, is {as_json(value):.60}")
+        if self.check is not None and value is not None:
+            self.check(key, value)
 
 
 def used(default: Any, read: Callable[[str, Any], Any], is_nullable: bool = True, is_group: bool = False) -> Field:
     return Field(default, "used", read, is_nullable=is_nullable, is_group=is_group)
 
 
-def informational(default: Any, is_nullable: bool = True, is_group: bool = False) -> Field:
-    return Field(default, "informational", is_nullable=is_nullable, is_group=is_group)
+def informational(
+    default: Any,
+    is_nullable: bool = True,
+    is_group: bool = False,
+    check: Callable[[str, Any], None] | None = None,
+) -> Field:
+    return Field(default, "informational", is_nullable=is_nullable, is_group=is_group, check=check)
 
 
 def refused(default: Any, advice: str, is_group: bool = False) -> Field:
@@ -67,7 +77,7 @@ def is_nothing(value: Any) -> bool:
 
 def rank(key: str, value: Any) -> int:
     if type(value) is not int or value < 1:
-        raise value_invalid(key, f"a whole number from 1, is {value!r:.60}")
+        raise value_invalid(key, f"a whole number from 1, is {as_json(value):.60}")
     if value > MAX_RANK:
         raise key_unsupported(key, f"rank {value} is above the limit of {MAX_RANK}; train with a smaller rank")
     return value
@@ -77,7 +87,8 @@ def alpha(key: str, value: Any) -> float:
     """Alpha 0 is refused: the adapter would silently do nothing."""
     if type(value) not in (int, float) or value == 0 or not abs(value) < LARGEST_ALPHA:
         raise value_invalid(
-            key, f"a number other than zero between -{LARGEST_ALPHA:g} and {LARGEST_ALPHA:g}, is {value!r:.60}"
+            key,
+            f"a number other than zero, above -{LARGEST_ALPHA:g} and below {LARGEST_ALPHA:g}, is {as_json(value):.60}",
         )
     return float(value)
 
@@ -89,19 +100,19 @@ def alpha_of_some(key: str, value: Any) -> float:
 
 def flag(key: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise value_invalid(key, f"true or false, is {value!r:.60}")
+        raise value_invalid(key, f"true or false, is {as_json(value):.60}")
     return value
 
 
 def count(key: str, value: Any) -> int:
     if type(value) is not int or not 1 <= value <= LARGEST_COUNT:
-        raise value_invalid(key, f"a whole number from 1 to {LARGEST_COUNT}, is {value!r:.60}")
+        raise value_invalid(key, f"a whole number from 1 to {LARGEST_COUNT}, is {as_json(value):.60}")
     return value
 
 
 def text(key: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise value_invalid(key, f"a string, is {value!r:.60}")
+        raise value_invalid(key, f"a string, is {as_json(value):.60}")
     return value
 
 
@@ -113,14 +124,14 @@ def names(key: str, value: Any, rule: str = "a list") -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_ENTRIES or not all(isinstance(name, str) for name in value):
-        raise value_invalid(key, f"{rule} of at most {MAX_ENTRIES} strings, is {value!r:.60}")
+        raise value_invalid(key, f"{rule} of at most {MAX_ENTRIES} strings, is {as_json(value):.60}")
     return tuple(value)
 
 
 def token_ids(key: str, value: Any) -> tuple[int, ...]:
     """Ids in the order of the file, none of them negative."""
     if not isinstance(value, list) or not all(type(i) is int and 0 <= i < LARGEST_TOKEN for i in value):
-        raise value_invalid(key, f"a list of token ids from 0 to {LARGEST_TOKEN - 1}, is {value!r:.60}")
+        raise value_invalid(key, f"a list of token ids from 0 to {LARGEST_TOKEN - 1}, is {as_json(value):.60}")
     return tuple(value)
 
 

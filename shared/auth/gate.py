@@ -23,6 +23,8 @@ REQUEST_ID = "x-request-id"
 _OWN = "/loraplex."
 _ID = re.compile(r"[\w.:@/+=-]{1,128}")
 
+Refusals = Callable[[str, Any, "AuthorizedCall", LoraplexError], None]  # name of the RPC, request, context, why
+
 
 class AuthorizedCall:
     """The context of a call that passed the gate: gRPC's own, and who calls. `is_change`: see `changed_nothing`."""
@@ -39,12 +41,19 @@ class AuthorizedCall:
 class AccessGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Handlers of ours run only for callers that `RULES` lets in. Health and reflection are open to everybody.
 
-    `calls`: how many of them a tenant may make; by default any number.
+    `calls`: how many of them a tenant may make; by default any number. `refusals`: hears of each stream of a known
+    caller that is refused before its handler runs, which else could tell of it; must not raise.
     """
 
-    def __init__(self, authenticator: Authenticator, calls: TenantCalls | None = None) -> None:
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        calls: TenantCalls | None = None,
+        refusals: Refusals = lambda rpc, request, call, error: None,
+    ) -> None:
         self._authenticator = authenticator
         self._calls = calls or TenantCalls()
+        self._refusals = refusals
 
     async def intercept_service(
         self,
@@ -77,10 +86,15 @@ class AccessGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _stream(self, behaviour: Any, rule: Rule | None, rpc: str) -> Any:
         async def handle(request: Any, context: Any) -> AsyncIterator[Any]:
             caller = self._authenticate(context)
-            self._calls.begin(caller, context)
-            _admit(caller, rule, request, rpc)
+            call = AuthorizedCall(context, caller)
+            try:
+                self._calls.begin(caller, context)
+                _admit(caller, rule, request, rpc)
+            except LoraplexError as error:
+                self._refusals(rpc, request, call, error)
+                raise
             checked_at = time.monotonic()
-            async with aclosing(behaviour(request, AuthorizedCall(context, caller))) as responses:
+            async with aclosing(behaviour(request, call)) as responses:
                 async for response in responses:
                     if rule is not None and rule.is_endless and time.monotonic() > checked_at + RECHECK_SECONDS:
                         _check_same(caller, self._authenticate(context))

@@ -7,6 +7,7 @@ listed is refused. A rule's `scope` reads the namespace out of the request, noth
 from typing import Any, NamedTuple, Protocol
 
 from shared.auth.caller import Caller, Role, authorize, role_missing
+from shared.blend_errors import of_part
 from shared.references import ALL_NAMESPACES, parse_namespace_name, parse_reference
 
 
@@ -44,7 +45,8 @@ class NamedOrBlend(Named):
         super().check(caller, roles, request)
         for index, part in enumerate(request.blend):
             reference = parse_reference(part.reference, caller.namespace, f"blend[{index}].reference")
-            authorize(caller, reference.namespace, roles, reference.adapter)
+            with of_part(f"blend[{index}]"):
+                authorize(caller, reference.namespace, roles, reference.adapter)
 
 
 class NamedOrDigest(Named):

@@ -14,7 +14,7 @@ from shared.auth.json_web_tokens import ALGORITHMS, JwtSettings, JwtVerifier
 from shared.auth.tokens import TokenFile
 from shared.config import is_address
 from shared.errors import InvalidArgument
-from shared.tls import server_credentials
+from shared.tls import check_server_files, server_credentials
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +72,13 @@ class AccessSettings:
         Raises:
             InvalidArgument: a file cannot be used, or settings are missing; names the setting.
         """
-        if self.auth_certificates and not self.tls_client_ca:
-            raise InvalidArgument.of("tls_client_ca", "is required with auth_certificates")
         if (self.auth_token_file or self.auth_jwks_file) and not self.tls_cert:
             log.warning("bearer tokens come over plaintext connections: set tls_cert, unless a mesh encrypts them")
+        return self._authenticator()
+
+    def _authenticator(self) -> Authenticator:
+        if self.auth_certificates and not self.tls_client_ca:
+            raise InvalidArgument.of("tls_client_ca", "is required with auth_certificates")
         return Authenticator(
             _opened("auth_token_file", self.auth_token_file, TokenFile) if self.auth_token_file else None,
             self._web_tokens() if self.auth_jwks_file else None,
@@ -88,12 +91,21 @@ class AccessSettings:
         Raises:
             InvalidArgument: a file cannot be used, or settings are missing; names the setting.
         """
+        return server_credentials(self.tls_cert, self.tls_key, self.tls_client_ca) if self._is_secure() else None
+
+    def check_files(self) -> None:
+        """Raises the InvalidArgument that `authenticator` or `tls_credentials` would, without starting gRPC."""
+        self._authenticator()
+        if self._is_secure():
+            check_server_files(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    def _is_secure(self) -> bool:
         if not (self.tls_cert or self.tls_key or self.tls_client_ca):
-            return None
+            return False
         for name in ("tls_cert", "tls_key"):
             if not getattr(self, name):
                 raise InvalidArgument.of(name, "is required for TLS")
-        return server_credentials(self.tls_cert, self.tls_key, self.tls_client_ca)
+        return True
 
     def _web_tokens(self) -> JwtVerifier:
         for name in ("auth_jwt_issuer", "auth_jwt_audience"):

@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from shared.errors import InvalidArgument, SourceForbidden, SourceNotFound, SourceUnavailable
+from shared.sources import advice
 from shared.sources.policy import Access
 from shared.sources.resolver import URI_FIELD, PinnedSource
 
@@ -53,7 +54,7 @@ class FileSource:
         elif name in real_roots:
             self._folder = os.path.realpath(Path(real_roots[name], path.lstrip("/")))
         else:
-            raise self._forbidden(f"no file root is called {name!r:.60}; roots: {', '.join(sorted(roots)) or 'none'}")
+            raise self._forbidden(f"no file root is called {name!r:.60}; {advice.name_a_root([*roots])}")
         self._root_name, self._root = name, real_roots[name]
         self._is_allowed = access.is_allowed
         self._check_allowed(self._folder, "the folder")
@@ -64,7 +65,8 @@ class FileSource:
         folder = os.path.realpath(path)
         around = [(root, name) for name, root in real_roots.items() if _is_inside(folder, root)]
         if not around:
-            raise self._forbidden("an absolute path must lie below one of the file roots")
+            below = "an absolute path must lie below one of the file roots"
+            raise self._forbidden(f"{below}; {advice.name_a_root([*real_roots])}")
         return max(around, key=lambda pair: len(pair[0]))[1], folder
 
     def pin(self) -> PinnedSource:
@@ -92,22 +94,24 @@ class FileSource:
     def open(self, name: str) -> LocalFile:
         """One regular file."""
         if not name or name in (".", "..") or "/" in name or "\0" in name:
-            raise self._forbidden(f"{name!r:.100} is not a plain file name", name)
+            raise self._forbidden(f"{name!r:.100} is not a plain file name; name a file of the folder itself", name)
         path = os.path.realpath(Path(self._folder, name))
         if not _is_inside(path, self._root):
-            raise self._forbidden(f"{name} is a symbolic link that leaves the file root", name)
+            raise self._forbidden(f"{name} is a symbolic link that leaves the file root; {advice.PLAIN_FILES}", name)
         self._check_allowed(path, name, name)
         # O_NONBLOCK: opening a FIFO must not wait for its writer.
         fd = self._opened(path, os.O_NONBLOCK, name)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise self._forbidden(f"{name} is not a regular file", name)
+            raise self._forbidden(f"{name} is not a regular file; {advice.PLAIN_FILES}", name)
         return LocalFile(fd)
 
     @contextmanager
     def _folder_fd(self) -> Iterator[int]:
         if not _is_inside(self._folder, self._root):
-            raise self._forbidden("the folder is a symbolic link that leaves the file root")
+            raise self._forbidden(
+                "the folder is a symbolic link that leaves the file root; put the folder itself there"
+            )
         fd = self._opened(self._folder, os.O_DIRECTORY)
         try:
             yield fd
@@ -122,7 +126,7 @@ class FileSource:
     def _check_allowed(self, path: str, what: str, name: str = "") -> None:
         """What a symbolic link leads to must be allowed as well."""
         if not self._is_allowed(self._canonical(path)):
-            raise self._forbidden(f"{what} lies where this namespace may not read", name)
+            raise self._forbidden(f"{what} lies where this namespace may not read; {advice.ALLOW_SOURCE}", name)
 
     def _opened(self, path: str, flags: int, name: str = "") -> int:
         """A file descriptor of `path`, which has no symbolic links left; checked to lie inside the root."""
@@ -132,7 +136,9 @@ class FileSource:
             raise self._failed(error, name) from None
         if not _is_inside(str(Path(f"/proc/self/fd/{fd}").readlink()), self._root):
             os.close(fd)
-            raise self._forbidden("the path left the file root while it was opened", name)
+            raise self._forbidden(
+                "the path left the file root while it was opened; change no links of a folder that is read", name
+            )
         return fd
 
     def _failed(self, error: OSError, name: str) -> SourceNotFound | SourceForbidden | SourceUnavailable:
@@ -140,11 +146,11 @@ class FileSource:
         match error:
             case FileNotFoundError() | NotADirectoryError():
                 problem = "is not a folder" if isinstance(error, NotADirectoryError) else "does not exist"
-                return SourceNotFound(f"{what} {problem}", metadata=self._metadata(name))
+                return SourceNotFound(f"{what} {problem}; {advice.ABSENT}", metadata=self._metadata(name))
             case PermissionError():
-                return self._forbidden(f"{what}: the service may not read it", name)
+                return self._forbidden(f"{what}: the service may not read it; {advice.READABLE}", name)
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            return SourceNotFound(f"{what}: {error.strerror}", metadata=self._metadata(name))
+            return SourceNotFound(f"{what}: {error.strerror}; {advice.ABSENT}", metadata=self._metadata(name))
         return SourceUnavailable(f"{what} cannot be read: {error.strerror}", metadata=self._metadata(name))
 
     def _forbidden(self, message: str, name: str = "") -> SourceForbidden:
@@ -160,7 +166,7 @@ def _split(uri: str) -> tuple[str, str]:
     if "\0" in name + path or not (name or slash):
         raise InvalidArgument.of(URI_FIELD, "must be file://ROOT/path or file:///path")
     if ".." in path.split("/") or name in (".", ".."):
-        raise SourceForbidden("a source's path may not contain '..'", metadata={"uri": uri})
+        raise SourceForbidden(f"a source's path may not contain '..'; {advice.FORBIDDEN_NAMES}", metadata={"uri": uri})
     return name, slash + path
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from urllib.parse import urljoin, urlsplit
 
 from shared.errors import LoraplexError, SourceForbidden, SourceUnavailable
+from shared.sources import advice
 from shared.sources.policy import Access
 from shared.sources.remote import Body, extent, range_header, retry_after, status_error
 
@@ -79,17 +80,24 @@ class GuardedClient:
             answer.close()
             moved = _target(urljoin(_url(target), answer.response.headers.get("Location", "")))
             if not self._access.is_allowed(_url(moved)):
-                raise SourceForbidden(f"the server redirects to {moved.host}, which is not allowed", metadata=metadata)
+                raise SourceForbidden(
+                    f"the server redirects to {moved.host}, which is not allowed; {advice.ALLOW_SOURCE}",
+                    metadata=metadata,
+                )
             target, sent = moved, (sent if moved.origin == target.origin else {})
-        raise SourceForbidden(f"the server redirects more than {MAX_REDIRECTS} times", metadata=metadata)
+        problem = f"the server redirects more than {MAX_REDIRECTS} times; name where the files are"
+        raise SourceForbidden(problem, metadata=metadata)
 
     def _ask(self, target: _Target, headers: Mapping[str, str], metadata: Mapping[str, str]) -> _Answer:
         is_configured = target.origin in self._endpoints
         if target.scheme != "https" and not is_configured:
-            raise SourceForbidden(f"{target.host} may be read by https only", metadata=metadata)
+            raise SourceForbidden(
+                f"{target.host} may be read by https only; {advice.ALLOW_ENDPOINT}", metadata=metadata
+            )
         addresses = self._addresses(target, metadata)
         if not is_configured and not all(is_public(address) for address in addresses):
-            raise SourceForbidden(f"{target.host} has an address that is not public", metadata=metadata)
+            problem = f"{target.host} has an address that is not public; {advice.ALLOW_ENDPOINT}"
+            raise SourceForbidden(problem, metadata=metadata)
         connection = http.client.HTTPConnection(target.host, target.port, timeout=self._access.patience.read)
         try:
             connection.sock = self._connect(target, addresses)
@@ -164,12 +172,14 @@ def _target(url: str) -> _Target:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise SourceForbidden("the URL is malformed") from None
+        raise SourceForbidden("the URL is malformed; write https://HOST[:PORT]/path") from None
     if parts.scheme not in _PORTS or not parts.hostname or "@" in parts.netloc:
-        raise SourceForbidden("only https://HOST[:PORT]/path may be read")
+        raise SourceForbidden("the URL is not one that may be read; write https://HOST[:PORT]/path")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     if not path.isascii() or any(ord(char) <= 32 for char in path):
-        raise SourceForbidden("the URL's path is not percent-encoded")
+        raise SourceForbidden(
+            "the URL's path is not percent-encoded; write %XX for spaces, controls and what is not ASCII"
+        )
     return _Target(parts.scheme, parts.hostname, port or _PORTS[parts.scheme], path)
 
 
@@ -187,7 +197,8 @@ def _body(answer: _Answer, metadata: Mapping[str, str]) -> Body:
     found = extent(response.status, headers.get("Content-Range"), headers.get("Content-Length"))
     if found is None or headers.get("Content-Encoding", "identity") != "identity":
         answer.close()
-        raise SourceForbidden(f"{_what(metadata)}: the server does not say how many bytes it has", metadata=metadata)
+        problem = f"{_what(metadata)}: the server does not say how many bytes it has; have it send Content-Length"
+        raise SourceForbidden(problem, metadata=metadata)
 
     def read(count: int) -> bytes:
         try:
@@ -201,7 +212,8 @@ def _body(answer: _Answer, metadata: Mapping[str, str]) -> Body:
 def _interrupted(error: Exception, metadata: Mapping[str, str]) -> LoraplexError:
     if isinstance(error, ssl.SSLCertVerificationError):
         problem = f"the server's certificate is not valid: {error.verify_message}"
-        return SourceForbidden(f"{_what(metadata)}: {problem}", metadata=metadata)
+        advice_here = "SSL_CERT_FILE names an authority of your own"
+        return SourceForbidden(f"{_what(metadata)}: {problem}; {advice_here}", metadata=metadata)
     return SourceUnavailable(f"{_what(metadata)} is not reachable: {type(error).__name__}", metadata=metadata)
 
 

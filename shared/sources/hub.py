@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, parse_ratelimit_headers
 
 from shared.errors import InvalidArgument, LoraplexError, SourceForbidden, SourceNotFound, SourceUnavailable
+from shared.sources import advice
 from shared.sources.credentials import DEFAULT
 from shared.sources.policy import Access, Patience
 from shared.sources.remote import Body, RemoteFile, extent, patiently, range_header, retry_after, status_error
@@ -67,7 +68,7 @@ def adapters_of(owner: str, patience: Patience = Patience()) -> list[str]:  # no
                 found += [model["id"] for model in response.json()]
                 url, query = response.links.get("next", {}).get("url"), None  # which has the query in it
         except (httpx2.HTTPError, HfHubHTTPError, OSError) as error:
-            raise _failure(error, uri, metadata) from None
+            raise hub_error(error, uri, metadata) from None
         except (AttributeError, KeyError, TypeError, ValueError):
             raise SourceUnavailable(f"{uri}: the Hub's answer is malformed", metadata=metadata) from None
         return sorted(found)
@@ -109,7 +110,7 @@ class HubSource:
         prefix = f"{self._place.folder}/" if self._place.folder else ""
         found = sorted(path.removeprefix(prefix) for path in self._listing or () if path.startswith(prefix))
         if not found:
-            raise SourceNotFound(f"{self._uri} does not exist", metadata={"uri": self._uri})
+            raise SourceNotFound(f"{self._uri} does not exist; {advice.ABSENT}", metadata={"uri": self._uri})
         return found
 
     def folders(self) -> tuple[str, ...]:
@@ -186,32 +187,50 @@ class HubSource:
     def _failed(self, error: Exception, name: str = "") -> LoraplexError:
         what = f"{name} in {self._uri}" if name else self._uri
         metadata = self._metadata(name)
-        if isinstance(error, GatedRepoError):
-            text = f"{self._uri} is gated: its terms must be accepted with the account whose token is used"
-            return SourceForbidden(text, metadata=metadata)
-        if isinstance(error, RepositoryNotFoundError) or _hides_it(error):
-            text = f"{self._uri}: the repository does not exist, or it is private and the token does not open it"
-            return SourceNotFound(text, metadata=metadata)
+        if isinstance(error, GatedRepoError) or is_unknown_repository(error):
+            return hub_error(error, self._uri, metadata)
         if isinstance(error, RevisionNotFoundError):
-            revision = self._place.revision or self._commit
-            return SourceNotFound(f"{self._uri} has no revision {revision[:100]}", metadata=metadata)
+            return SourceNotFound(f"{self._uri} {self._lacks_revision()}", metadata=metadata)
         if isinstance(error, RemoteEntryNotFoundError):
-            return SourceNotFound(f"{what} does not exist", metadata=metadata)
-        return _failure(error, what, metadata)
+            return SourceNotFound(f"{what} does not exist; {advice.ABSENT}", metadata=metadata)
+        return hub_error(error, what, metadata)
+
+    def _lacks_revision(self) -> str:
+        repo, revision, folder = self._place
+        if revision and folder:
+            whole = f"{revision}/{folder}"[:100]
+            written = f"hf://{repo}@{quote(whole, safe='')}"
+            return f"has no revision {revision[:100]}; if the revision is {whole}, write its / as %2F: {written}"
+        if revision:
+            return f"has no revision {revision[:100]}; name a branch, a tag or a commit that the repository has"
+        if self._commit:
+            return f"has no revision {self._commit} any more; {advice.REPLACED}"
+        return f"has no branch main; name a branch, a tag or a commit: hf://{repo}@REVISION"
 
     def _metadata(self, name: str = "") -> dict[str, str]:
         return {"uri": self._uri, "file": name} if name else {"uri": self._uri}
 
 
-def _failure(error: Exception, what: str, metadata: Mapping[str, str]) -> LoraplexError:
-    """What any call of the Hub can fail of."""
+def hub_error(error: Exception, what: str, metadata: Mapping[str, str]) -> LoraplexError:
+    """What any call of the Hub can fail of; `what` is the repository or the file that was asked for."""
+    if isinstance(error, GatedRepoError):
+        text = f"{what} is gated; accept its terms with the account whose token is used"
+        return SourceForbidden(text, metadata=metadata)
+    if is_unknown_repository(error):
+        text = f"{what}: the repository does not exist, or it is private and the token does not open it"
+        return SourceNotFound(f"{text}; correct its name, or {advice.LOGIN}", metadata=metadata)
     if isinstance(error, HfHubHTTPError):
         return status_error(error.response.status_code, what, metadata, _wait(error.response))
     return SourceUnavailable(f"{what}: the Hub is not reachable: {type(error).__name__}", metadata=metadata)
 
 
-def _hides_it(error: Exception) -> bool:
-    """Whether the Hub asks for a login, as it does for what does not exist. The library sees that on https only."""
+def is_unknown_repository(error: Exception) -> bool:
+    """Whether the Hub knows of no such repository, or asks for a login, as it does for what does not exist.
+
+    The library sees the latter on https only.
+    """
+    if isinstance(error, RepositoryNotFoundError):
+        return not isinstance(error, GatedRepoError)
     if not isinstance(error, HfHubHTTPError) or error.response.status_code != 401:
         return False
     return error.response.headers.get("X-Error-Message") != _WRONG_TOKEN
@@ -232,7 +251,9 @@ def _split(uri: str) -> _Place:
     if not _REPO.fullmatch(name) or (uri.partition("@")[2] == "" and "@" in uri):
         raise InvalidArgument.of(URI_FIELD, "must be hf://org/repo[@revision][/subfolder]")
     if any(part in (".", "..") or "/" in part or not part.isprintable() for part in (*name.split("/"), *folder)):
-        raise SourceForbidden("a source's path may not contain '.' or '..'", metadata={"uri": uri})
+        raise SourceForbidden(
+            f"a source's path may not contain '.' or '..'; {advice.FORBIDDEN_NAMES}", metadata={"uri": uri}
+        )
     if not unquote(revision).isprintable():
         raise InvalidArgument.of(URI_FIELD, "the revision must be printable")
     return _Place(name, unquote(revision), "/".join(folder))

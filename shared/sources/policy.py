@@ -8,6 +8,7 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 from shared.errors import CredentialNotAllowed, SourceForbidden
+from shared.sources import advice
 from shared.sources.credentials import EVERY_NAMESPACE, Credential
 
 
@@ -77,7 +78,8 @@ class SourcePolicy:
             CredentialNotAllowed: it may not use the credential for it. Nothing tells whether there is such a one.
         """
         if not self.is_allowed(uri, namespace):
-            raise SourceForbidden(f"namespace {namespace} may not read {uri}", metadata={"uri": uri})
+            problem = f"namespace {namespace} may not read {uri}; {advice.ALLOW_SOURCE}"
+            raise SourceForbidden(problem, metadata={"uri": uri})
         if not credential_ref:
             return None
         found = self.credentials.get(credential_ref)

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 from shared.errors import DigestMismatch, Draining, LoraplexError, SourceForbidden, SourceNotFound, SourceUnavailable
+from shared.sources import advice
 from shared.sources.policy import Access
 
 T = TypeVar("T")
@@ -264,13 +265,14 @@ def status_error(
 ) -> LoraplexError:
     """What an HTTP status that is no success means for the file or folder `what`."""
     if status in (401, 403, 451):
-        return SourceForbidden(f"{what}: the server refuses access (HTTP {status})", metadata=metadata)
+        return SourceForbidden(f"{what}: the server refuses access (HTTP {status}); {advice.LOGIN}", metadata=metadata)
     if status in (404, 410):
-        return SourceNotFound(f"{what} does not exist", metadata=metadata)
+        return SourceNotFound(f"{what} does not exist; {advice.ABSENT}", metadata=metadata)
     if status == 412:
-        return DigestMismatch(f"{what} was replaced after it was registered", metadata=metadata)
+        return DigestMismatch(f"{what} was replaced after it was registered; {advice.REPLACED}", metadata=metadata)
     if 400 <= status < 500 and status not in _RETRIED:
-        return SourceForbidden(f"{what}: the server refuses the request (HTTP {status})", metadata=metadata)
+        problem = f"{what}: the server refuses the request (HTTP {status}); check the URI and the credential"
+        return SourceForbidden(problem, metadata=metadata)
     return SourceUnavailable(f"{what}: the server answers HTTP {status}", metadata=metadata, retry_after=retry_after)
 
 

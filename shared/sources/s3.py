@@ -25,6 +25,7 @@ from botocore.exceptions import (
 from urllib3.exceptions import HTTPError
 
 from shared.errors import DigestMismatch, InvalidArgument, LoraplexError, SourceForbidden, SourceUnavailable
+from shared.sources import advice
 from shared.sources.credentials import DEFAULT, NONE, Credential
 from shared.sources.policy import Access
 from shared.sources.remote import Body, RemoteFile, extent, patiently, range_header, retry_after, status_error
@@ -160,9 +161,11 @@ class S3Source:
         answer: dict[str, Any] = dict(error.response.get("ResponseMetadata", {}))
         status = answer.get("HTTPStatusCode", 500)
         if status == 412:
-            return DigestMismatch(f"{what} was replaced after it was registered", metadata=metadata)
+            return DigestMismatch(f"{what} was replaced after it was registered; {advice.REPLACED}", metadata=metadata)
         if status == 301:
-            return SourceForbidden(f"{what}: the bucket is in another region", metadata=metadata)
+            return SourceForbidden(
+                f"{what}: the bucket is in another region; name it in the credential's region", metadata=metadata
+            )
         return status_error(status, what, metadata, retry_after(answer.get("HTTPHeaders", {}).get("retry-after")))
 
     def _metadata(self, name: str = "") -> dict[str, str]:
@@ -176,7 +179,9 @@ def _split(uri: str) -> tuple[str, str]:
     if not _BUCKET.fullmatch(bucket) or ".." in bucket:
         raise InvalidArgument.of(URI_FIELD, "must be s3://bucket/prefix")
     if any(part in ("", ".", "..") for part in prefix.split("/")) and prefix:
-        raise SourceForbidden("a prefix may not contain '.', '..' or empty names", metadata={"uri": uri})
+        raise SourceForbidden(
+            f"a prefix may not contain '.', '..' or empty names; {advice.FORBIDDEN_NAMES}", metadata={"uri": uri}
+        )
     return bucket, f"{prefix}/" if prefix else ""
 
 
@@ -189,7 +194,7 @@ def _login(credential: Credential | None) -> _Login:
     if credential.secret == DEFAULT:
         return place
     if not credential.key_id:
-        raise SourceForbidden("the credential has a secret but no key_id")
+        raise SourceForbidden("the credential has a secret but no key_id; add it to the service's configuration")
     return place._replace(
         key_id=credential.reveal("key_id"),
         secret=credential.reveal("secret"),

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from deploy.k8s.builds import K8S
+from shared.errors import BY_REASON
 from tests.deploy.scraped import ANY, Series, scraped
 
 COMPONENTS = K8S / "components"
@@ -129,6 +130,43 @@ def test_what_it_asks_for_is_there(where: str, expression: str) -> None:
 )
 def test_what_is_not_there_is_found(expression: str, words: str) -> None:
     assert any(words in error for error in expression_errors(expression)), expression_errors(expression)
+
+
+def unscoped(expression: str) -> list[str]:
+    """Selectors of a name that other servers show as well, without the job that says whose series they are."""
+    text = re.sub(r'"[^"]*"', '""', expression)
+    selectors = re.findall(r"(vllm:\w+)(\{[^}]*\})?", text)
+    return [name for name, labels in selectors if not re.search(r"[{,]\s*job=\"", labels)]
+
+
+@pytest.mark.parametrize(("where", "expression"), list(expressions()))
+def test_names_that_others_show_too_are_those_of_our_replicas(where: str, expression: str) -> None:
+    assert unscoped(expression) == []
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "avg(vllm:num_requests_waiting) > 3",
+        'rate(vllm:request_success_total{finished_reason="stop"}[5m])',
+        'vllm:request_success_total{myjob="loraplex-inference"}',
+        'vllm:num_requests_waiting{job="loraplex-inference"} / vllm:num_requests_running',
+        'vllm:num_requests_waiting{namespace=",job="}',
+    ],
+)
+def test_a_name_without_its_job_is_found(expression: str) -> None:
+    assert len(unscoped(expression)) == 1
+
+
+def test_the_alert_of_failed_requests_counts_what_callers_are_not_to_blame_for() -> None:
+    """Requests that never reached the engine are among them: `vllm:request_success` knows of none of these."""
+    expression = dict(expressions())["LoraplexRequestsFail"]
+    found = re.search(r'loraplex_request_errors_total\{reason=~"([^"]*)"', expression)
+    assert found
+    counted = set(found[1].split("|"))
+    ours = {name for name, error in BY_REASON.items() if error.passes == "always"} - {"DRAINING"}  # a rollout's
+    assert counted == ours | {"INTERNAL", "QUEUE_FULL", "ADAPTER_MEMORY", "DEADLINE_UNREACHABLE", "DIGEST_MISMATCH"}
+    assert "vllm:" not in expression
 
 
 def test_the_documented_metrics_are_those_that_there_are() -> None:

@@ -1,6 +1,7 @@
 """Clients that ask for nonsense, leave, never read or speak no HTTP/2: nobody else notices, and nothing is left."""
 
 import asyncio
+import os
 import random
 import struct
 from collections import defaultdict
@@ -42,6 +43,7 @@ class Replica(NamedTuple):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def replica(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replica]:
+    os.environ.pop("GRPC_VERBOSITY", None)  # which the command line, if it was imported here, has set
     async with world.serving(tmp_path_factory.mktemp("clients"), names=["content-0", "content-1"]) as (stack, client):
         yield Replica(stack, client)
 
@@ -216,3 +218,27 @@ async def test_malformed_http2(world: TinyWorld, replica: Replica) -> None:
     await until_idle(client)
     await until_closed(api, sockets)
     print("; ".join(f"{how}: {', '.join(what)}" for how, what in answers.items()))
+
+
+async def test_what_a_client_says_as_it_leaves_is_no_line_of_a_log(replica: Replica) -> None:
+    """gRPC's C core would write it to standard error as it is, for anybody who reaches the port."""
+    stack, client = replica
+    words = b'x"\n{"forged": "by nobody"}\n'
+    for service in (stack.registry, stack.inference):
+        connection = http2.RawConnection(service.address)
+        try:
+            goaway = http2.frame(http2.GOAWAY, payload=bytes(7) + b"\2" + words)
+            ping = http2.frame(http2.PING, payload=b"heard it")
+            connection.send(http2.PREFACE + http2.frame(http2.SETTINGS) + goaway + ping)
+            async with asyncio.timeout(SETTLE_SECONDS):
+                content = b""
+                while b"heard it" not in content:
+                    content += await connection.received(0.05)
+        finally:
+            connection.close()
+    await collect(client, PROMPTS[0], request={"request_id": "after-it"})
+    async with asyncio.timeout(SETTLE_SECONDS):
+        while '"after-it"' not in stack.inference.log_tail(1000):  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.01)
+    for service in (stack.registry, stack.inference):
+        assert "forged" not in service.log_tail(1_000_000)

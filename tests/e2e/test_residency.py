@@ -94,6 +94,22 @@ async def test_residency_outlives_processes_and_services(world: TinyWorld, tmp_p
         await until_loaded(client, {pinned: False, preloaded: False})  # it stays until others need the room
 
 
+async def test_what_cannot_get_onto_the_device_is_not_ready_in_host_memory(world: TinyWorld, tmp_path: Path) -> None:
+    """Two are pinned where one has room: the other is not served, whatever host memory holds."""
+    first, second = world.contents[4], world.contents[8]  # of one shape
+    room = max(path.stat().st_size for path in (world.folder / "store" / first).glob("*.safetensors")) * 3 // 2
+    flags = ["--replica-name=one", f"--adapter-memory={room}"]
+    async with world.serving(tmp_path, *flags, names=[first, second]) as (_, client):
+        for name in (first, second):
+            await set_residency(client, name, resources_pb2.Adapter.RESIDENCY_PINNED)
+            if name == first:
+                await until(client, first, is_ready)
+        await until(client, second, lambda status: [r.reason for r in status.not_ready] == ["ADAPTER_MEMORY"])
+        await set_residency(client, second, resources_pb2.Adapter.RESIDENCY_PRELOAD)
+        await until(client, second, is_ready)
+        assert await loaded(client) == {first: True}
+
+
 async def until_loaded(client: Client, wanted: dict[str, bool]) -> None:
     deadline = time.monotonic() + SECONDS
     found: Any = None

@@ -15,6 +15,7 @@ import pytest
 
 from loraplex.registry.v1 import registry_pb2, registry_pb2_grpc
 from shared.errors import DigestMismatch, InvalidArgument, LoraplexError, SourceForbidden, SourceNotFound
+from shared.sources.resolver import PinnedObject
 from shared.status import from_rpc_error
 from tests.inference_service.adapters.small_adapters import RAW_CONFIG, manifest, write_adapter
 from tests.shared.sources.fault_proxy import Fault
@@ -101,6 +102,39 @@ def test_it_adds_a_scheme(installed: Path, tmp_path: Path, web: WebStore) -> Non
         assert "not public" in refused(stub, uri, SourceForbidden).message
     with registry(tmp_path, {"SSL_CERT_FILE": str(web.certificate)}, "--allow-endpoint", web.proxy.url) as stub:
         assert "reads file://, hf:// and s3://" in refused(stub, uri, InvalidArgument).message
+
+
+def test_the_same_folder_has_the_same_digest_from_a_disk_and_from_a_web_server(
+    installed: Path, tmp_path: Path, web: WebStore
+) -> None:
+    write_adapter(web.folder / "plain")
+    write_adapter(web.folder / "chatty")
+    (web.folder / "chatty" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (web.folder / "chatty" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
+    env = {"PYTHONPATH": str(installed), "SSL_CERT_FILE": str(web.certificate)}
+    flags = ["--allow-endpoint", web.proxy.url, "--file-root", f"disk={web.folder}"]
+    with registry(tmp_path, env, *flags) as stub:
+        for name in ("plain", "chatty"):
+            by_https = register(stub, f"{web.proxy.url}/{name}/")
+            by_file = register(stub, f"file://disk/{name}")
+            assert by_https.version.digest == by_file.version.digest
+            assert by_https.created
+            assert not by_file.created
+        assert [file.path for file in by_https.version.manifest.files] == [
+            "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "tokenizer_config.json"
+        ]  # fmt: skip
+        web.fault(Fault("chat_template.jinja", times=1, status=403))
+        problem = refused(stub, f"{web.proxy.url}/chatty/", SourceForbidden)
+        assert problem.metadata["file"] == "chat_template.jinja"
+
+
+def test_what_a_pin_does_not_name_is_not_there(web: WebStore) -> None:
+    uri = web.put("a", {"adapter_config.json": b"{}", "adapter_model.safetensors": b"0", "tokenizer.json": b"{}"})
+    assert web.open(web.pinned(uri)).list() == ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]
+    pin = web.pinned(uri)._replace(
+        objects=(PinnedObject("adapter_config.json"), PinnedObject("adapter_model.safetensors"))
+    )
+    assert web.open(pin).list() == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_a_replica_reads_exactly_what_was_pinned(web: WebStore) -> None:

@@ -127,7 +127,9 @@ async def test_a_part_of_a_blend_is_authorized_like_any_adapter(access):
     adapters = TwoTenants()
     async with serving(FakeEngine(), adapters, access) as stubs:
         request = inference_pb2.GenerateRequest(blend=parts, text="hi")
-        assert (await refusal(stubs.Generate, request, "admin-a")).reason == "ADAPTER_NOT_FOUND"
+        refused = await refusal(stubs.Generate, request, "admin-a")
+        assert (refused.reason, refused.metadata["field"]) == ("ADAPTER_NOT_FOUND", "blend[1]")
+        assert refused.message == "blend[1]: there is no adapter namespaces/team-b/adapters/a"
     assert not adapters.prepared
 
 

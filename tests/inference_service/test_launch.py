@@ -138,12 +138,17 @@ def test_random_weights_need_no_checkpoint(folder: Path) -> None:
         find_base_model(InferenceConfig(model=str(folder), device="cpu"))
 
 
-def test_variables_that_processes_read_before_they_can_be_told(folder: Path) -> None:
+def test_variables_that_processes_read_before_they_can_be_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
     config = InferenceConfig(model=str(folder), device="cpu", cache_dir=Path("/c"))
     specs = child_specs(config, find_base_model(config), Path("/run/x"), 9)
     of_engine = {"TRITON_CACHE_DIR": "/c/kernels", "MALLOC_TRIM_THRESHOLD_": "131072"}
-    of_api = {"GRPC_ENABLE_FORK_SUPPORT": "0"}  # or children of API processes crash before they run
-    assert [dict(spec.environment) for spec in specs] == [{}, of_engine, of_api]
+    of_adapters = {"GRPC_VERBOSITY": "ERROR"}
+    of_api = {**of_adapters, "GRPC_ENABLE_FORK_SUPPORT": "0"}
+    assert [dict(spec.environment) for spec in specs] == [of_adapters, of_engine, of_api]
+    monkeypatch.setenv("GRPC_VERBOSITY", "INFO")
+    adapters, _, api = child_specs(config, find_base_model(config), Path("/run/x"), 9)
+    assert adapters.environment["GRPC_VERBOSITY"] == api.environment["GRPC_VERBOSITY"] == "INFO"
     assert kernel_cache(InferenceConfig(model="m", kernel_cache_dir=Path("/k"))) == Path("/k")
 
 
@@ -205,6 +210,11 @@ def test_what_the_machine_lacks_is_told_before_anything_starts(
         (("--adapter-memory", "500TB"), "--adapter-memory: 500TB cannot be had"),
         (("--kv-cache-memory", "500TB"), "--kv-cache-memory: 500TB cannot be had"),
         (("--adapter-memory", "1"), "--adapter-memory (flag): expected a size such as 256MiB, of 1MiB or more"),
+        (
+            ("--disk-bytes", "100PiB"),
+            "--disk-bytes (flag): expected a size such as 256MiB (bytes, or with kB, MB, GB, TB, KiB, MiB, GiB, TiB), "
+            "is '100PiB'",
+        ),
         (("--registry", "not an address"), "--registry (flag): expected HOST:PORT"),
         (("--max-num-seqs", "9" * 30), "--max-num-seqs (flag): expected a number above zero"),
     ]:
@@ -215,13 +225,57 @@ def test_what_the_machine_lacks_is_told_before_anything_starts(
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--registry-cert", "/no"), "--registry-key: is missing: --registry-cert and --registry-key go together"),
+        (("--registry-key", "/no"), "--registry-cert: is missing: --registry-cert and --registry-key go together"),
+        (("--registry-cert", "/no", "--registry-key", "/no"), "--registry-cert: /no cannot be read: No such file"),
+        (("--registry-ca", "/no"), "--registry-ca: /no cannot be read: No such file or directory"),
+        (("--registry-ca", "TEXT"), "--registry-ca: TEXT: there is no PEM certificate"),
+        (("--registry-token-file", "/no"), "--registry-token-file: /no cannot be read: No such file or directory"),
+        (("--registry-token-file", "TEXT"), "--registry-token-file: TEXT must hold one token"),
+        (("--tls-cert", "/no"), "--tls-key: is required for TLS"),
+        (("--tls-client-ca", "/no"), "--tls-cert: is required for TLS"),
+        (("--tls-cert", "TEXT", "--tls-key", "/no"), "--tls-key: /no cannot be read: No such file or directory"),
+        (("--tls-cert", "TEXT", "--tls-key", "TEXT"), "--tls-cert: TEXT, TEXT: there is no PEM certificate"),
+        (("--auth-token-file", "/no"), "--auth-token-file: /no cannot be read: No such file or directory"),
+        (("--auth-jwks-file", "/no"), "--auth-jwt-issuer: is required with auth_jwks_file"),
+        (("--kv-cache-memory", "100B"), "--kv-cache-memory: 100B cannot hold one block of 16 tokens, 512 bytes"),
+        (
+            ("--max-num-seqs", "9", "--max-batched-tokens", "8"),
+            "--max-batched-tokens: must be at least max_num_seqs (9)",
+        ),
+    ],
+)
+def test_files_and_sizes_that_cannot_be_are_told_in_one_line(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: tuple[str, ...], told: str
+) -> None:
+    text = str(tmp_path / "text")
+    Path(text).write_text("two words")
+    model = ("--model", str(folder), "--device", "cpu", "--listen", "127.0.0.1:0", "--cache-dir", str(tmp_path / "c"))
+    error = error_of(capfd, *model, *(text if flag == "TEXT" else flag for flag in flags))
+    assert error.startswith(f"error: {told.replace('TEXT', text)}")
+
+
 def test_what_only_a_child_finds_wrong_ends_the_replica_likewise(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ("--model", str(folder), "--device", "cpu", "--listen", "127.0.0.1:0", "--cache-dir", str(tmp_path / "c"))
+    monkeypatch.setattr(command, "check_settings", lambda *_: None)  # what it sees may change until a child looks
     assert command.main([*model, "--kv-cache-memory", "100B", "--metrics-listen", "127.0.0.1:0"]) == 2
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert errors == [
         "error: the engine process ended with exit code 2: INVALID_ARGUMENT: kv_cache_memory: is 100 bytes; "
         "one block of tokens takes 512"
     ]
+
+
+def test_a_taken_port_of_health_is_told_in_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = ("--model", str(folder), "--listen", "127.0.0.1:0")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        told = error_of(capfd, *model, "--health-listen", address)
+    assert told == f"error: --health-listen: cannot listen on {address}: address already in use"
+    several = ("--api-processes", "2", "--listen", "unix:/any", "--health-listen", "127.0.0.1:0")
+    assert "--health-listen: port 0 needs --api-processes 1" in error_of(capfd, *model[:2], *several)

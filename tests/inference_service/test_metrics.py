@@ -1,6 +1,7 @@
 """What a scrape says, over HTTP and as Prometheus reads it: of a snapshot, and of a running replica."""
 
 import asyncio
+import dataclasses
 import http.client
 import json
 import re
@@ -8,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,13 +18,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from examples.stack import Stack, register, wait_for_base_model
+from inference_service import metrics_labels
 from inference_service.metrics import ReplicaCollector, Snapshot
-from inference_service.metrics_feed import FORGET_NAMES_SECONDS, AdapterNames, ApiReports
+from inference_service.metrics_feed import FORGET_NAMES_SECONDS, AdapterNames, ApiReports, ReplicaFeed
 from inference_service.request_stats import ApiReport, RequestMeter, RequestStats, add_up
 from inference_service.stats import AdapterStats, EngineStats, Seconds, TokenCounts, Usage
 from inference_service.types import MemoryBudget, ResidentAdapter, SequenceDelta, StagedAdapter, Started
 from shared.base_model import MODULES, parse_config
-from shared.errors import AdapterNotFound, AdapterUnloaded, InvalidArgument
+from shared.errors import BY_REASON, AdapterNotFound, AdapterUnloaded, InvalidArgument
 from shared.metrics import MetricsServer
 from tests.bench.random_adapters import write_adapters
 from tests.inference_service.serving_fakes import raw_config
@@ -80,6 +83,10 @@ class Scrape:
     def by(self, name: str, label: str) -> dict[str, float]:
         return {sample.labels[label]: sample.value for sample in self.samples.get(name, [])}
 
+    def counted(self, name: str, label: str) -> dict[str, float]:
+        """Those of `by` that are not 0."""
+        return {value: count for value, count in self.by(name, label).items() if count}
+
 
 @pytest.fixture
 def snapshots() -> list[Snapshot]:
@@ -111,6 +118,29 @@ def test_what_a_gateway_reads(port: int) -> None:
     assert scrape.one("vllm:max_gpu_lora_adapters").value == 4
     loaded = {tuple(sample.labels.values()) for sample in scrape.samples["vllm:lora_adapter_loaded"]}
     assert loaded == {("pirate", "gpu", "true"), ("pirate@2", "gpu", "true"), ("acme/poet", "cpu", "false")}
+
+
+def test_a_replica_with_another_base_model_than_the_registry_s_attracts_no_adapter_s_requests(
+    port: int, snapshots: list[Snapshot]
+) -> None:
+    assert Scrape(port).one("loraplex_base_model_conflict").value == 0
+    conflict = some(AdapterStats, base_model_conflict="another tiny")
+    snapshots.append(dataclasses.replace(FULL, adapters=conflict))
+    scrape = Scrape(port)
+    assert scrape.one("loraplex_base_model_conflict").value == 1
+    info = scrape.one("vllm:lora_requests_info").labels
+    assert (info["running_lora_adapters"], info["waiting_lora_adapters"]) == ("", "")
+    assert "vllm:lora_adapter_loaded" not in scrape.samples
+    assert scrape.one("vllm:num_gpu_loaded_lora_adapters").value == 2, "they take their room all the same"
+
+
+def test_restarts_are_counted_by_process_and_reason(port: int, snapshots: list[Snapshot]) -> None:
+    feed = ReplicaFeed("tiny", 4, "ipc:///no/engine", "ipc:///no/adapters")
+    for role, was_hung in (("engine", True), ("api", False), ("engine", True), ("engine", False)):
+        feed.on_restart(role, was_hung=was_hung)
+    snapshots.append(replace(FULL, restarts=feed.restarts))
+    found = {tuple(s.labels.values()): s.value for s in Scrape(port).samples["loraplex_process_restarts_total"]}
+    assert found == {("engine", "hang"): 2, ("api", "end"): 1, ("engine", "end"): 1}
 
 
 def test_head_is_get_without_a_body(port: int) -> None:
@@ -151,6 +181,45 @@ def test_old_label_sets_vanish_and_a_dead_engine_says_nothing(port: int, snapsho
     assert scrape.by("loraplex_up", "process") == {"engine": 0, "adapters": 0}
     assert scrape.one("vllm:max_gpu_lora_adapters").value == 4
     assert scrape.one("vllm:num_gpu_loaded_lora_adapters").value == 0
+
+
+def test_counters_of_known_labels_begin_at_0(port: int, snapshots: list[Snapshot]) -> None:
+    """So that the first event of a kind is growth, which `rate` and `increase` see."""
+    snapshots.append(Snapshot("tiny", 4, some(EngineStats), adapters=some(AdapterStats)))
+    scrape = Scrape(port)
+    for name, label, expected in (
+        ("vllm:request_success_total", "finished_reason", {"stop", "length", "abort", "error"}),
+        ("loraplex_adapter_evictions_total", "reason", {"bytes", "slots", "unload"}),
+        ("loraplex_stage_evictions_total", "tier", {"host", "disk"}),
+        ("loraplex_adapter_hits_total", "tier", {"gpu", "host", "disk", "source"}),
+    ):
+        assert scrape.by(name, label) == dict.fromkeys(expected, 0), name
+    for name, some_of_them in (
+        ("loraplex_request_errors_total", {"ENGINE_UNAVAILABLE", "INTERNAL", "PERMISSION_DENIED", "CANCELLED"}),
+        ("loraplex_stage_failures_total", {"SOURCE_UNAVAILABLE", "REGISTRY_UNAVAILABLE", "ADAPTER_NOT_FOUND"}),
+        ("loraplex_adapter_load_failures_total", {"ADAPTER_MEMORY", "TENANT_QUOTA", "INTERNAL"}),
+    ):
+        assert some_of_them <= scrape.by(name, "reason").keys()
+        assert scrape.counted(name, "reason") == {}
+    told = {(s.labels["rpc"], s.labels["code"]): s.value for s in scrape.samples["loraplex_calls_total"]}
+    assert told["Generate", "OK"] == told["Generate", "UNAVAILABLE"] == 0
+
+
+def test_every_reason_of_generate_is_known_before_it_comes() -> None:
+    """A new error must be put into `metrics_labels`, or be one that Generate never ends with."""
+    elsewhere = {
+        "ADAPTER_DELETED", "ALREADY_EXISTS", "BASE_MODEL_NOT_FOUND", "BASE_MODEL_UNKNOWN", "ETAG_MISMATCH",
+        "FAILED_PRECONDITION", "NAMESPACE_QUOTA", "NOT_FOUND", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED",
+        "UNIMPLEMENTED", "VERSION_IN_USE", "WATCH_COMPACTED", "WATCH_TOO_SLOW",
+    }  # fmt: skip
+    known = {reason for (reason,) in metrics_labels.REQUEST_ERRORS}
+    assert known - {"CANCELLED"} == BY_REASON.keys() - elsewhere
+    assert {reason for (reason,) in metrics_labels.LOAD_FAILURES} <= known
+
+
+def test_a_count_of_a_label_that_is_not_known_is_shown_too(port: int, snapshots: list[Snapshot]) -> None:
+    snapshots.append(Snapshot("tiny", 4, requests=RequestStats(errors={"INTERNAL": 2, "NEW": 1})))
+    assert Scrape(port).counted("loraplex_request_errors_total", "reason") == {"INTERNAL": 2, "NEW": 1}
 
 
 def test_only_metrics_are_served_and_a_taken_address_is_told(port: int) -> None:
@@ -253,13 +322,15 @@ async def test_a_running_stack(tmp_path: Path) -> None:
         await until(lambda: ("default/poet@1", "generated") in adapter_tokens(Scrape(replica)))
         await until(lambda: Scrape(replica).one("loraplex_registry_lag_revisions").value == 0)
         _check_replica(Scrape(replica))
-        assert "device memory in MiB: weights" in (tmp_path / "inference.log").read_text()
+        log = (tmp_path / "inference.log").read_text()
+        assert "device memory in MiB: weights" in log
+        assert "a sequence may have " in log
         await until(lambda: Scrape(registry).one("loraplex_registry_watch_lag_revisions").value == 0)
         _check_registry(Scrape(registry))
 
 
 def calls(scrape: Scrape, name: str = "loraplex_calls_total") -> dict[tuple[str, str], float]:
-    return {(s.labels["rpc"], s.labels["code"]): s.value for s in scrape.samples.get(name, [])}
+    return {(s.labels["rpc"], s.labels["code"]): s.value for s in scrape.samples.get(name, []) if s.value}
 
 
 def residents(port: int) -> str:
@@ -273,8 +344,8 @@ def adapter_tokens(scrape: Scrape) -> dict[tuple[str, str], float]:
 
 
 def _check_replica(scrape: Scrape) -> None:
-    assert scrape.by("vllm:request_success_total", "finished_reason") == {"length": 6}
-    assert scrape.by("loraplex_request_errors_total", "reason") == {"ADAPTER_NOT_FOUND": 1}
+    assert scrape.counted("vllm:request_success_total", "finished_reason") == {"length": 6}
+    assert scrape.counted("loraplex_request_errors_total", "reason") == {"ADAPTER_NOT_FOUND": 1}
     assert scrape.one("vllm:generation_tokens_total").value == 17
     assert scrape.one("vllm:prompt_tokens_total").value == 18
     assert scrape.one("vllm:time_to_first_token_seconds_count").value == 6

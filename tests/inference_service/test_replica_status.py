@@ -35,6 +35,7 @@ ADAPTERS = AdapterStats(
     host=Usage(500, 2000), host_held_bytes=128, host_adapters=4, disk=Usage(9000, 10_000), disk_adapters=6,
     loads_in_flight=[LoadInFlight("d2", "FETCHING", 0.25, 1.5, 25, 100)], load_seconds={"fetch": seconds(1.0)},
     fetched_bytes=9000, failures={"SOURCE_UNAVAILABLE": 2}, evictions={"host": 3, "disk": 0}, registry_revision=17,
+    base_model_conflict="another tiny",
 )  # fmt: skip
 
 
@@ -57,6 +58,7 @@ async def test_everything_that_both_processes_say() -> None:
     assert (copy.count, copy.sum_seconds) == (3, pytest.approx(0.010))
     assert 0.001 < copy.median_seconds < 0.005
     assert status.adapters.registry_revision == 17
+    assert status.adapters.base_model_conflict == "another tiny"
     assert dict(status.adapters.evictions) == {"host": 3, "disk": 0}
     assert (status.engine.prompt_tokens, status.engine.generated_tokens) == (200, 300)
     assert (status.engine.kv_blocks_used, status.engine.kv_blocks_total, status.engine.kv_block_size) == (7, 40, 16)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import pytest
@@ -19,9 +20,12 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from shared import spans
 from shared.auth.caller import ANONYMOUS, Caller
+from shared.auth.settings import AccessSettings
 from shared.limits import LimitSettings
+from shared.rates import TenantBuckets
 from shared.tracing import start_tracing
 from tests.inference_service.serving_fakes import DIGEST, SERVICE, FakeAdapters, FakeEngine, byte_model, saying
+from tests.shared.auth.token_files import token, write_callers
 from tests.shared.otlp_collector import SERVER, Collector, collecting
 
 GENERATE = f"{SERVICE}/Generate"
@@ -54,7 +58,12 @@ def telling(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
 
     @asynccontextmanager
     async def run(
-        engine: FakeEngine, *, keeps_text: bool = False, slow_client_seconds: float = 60.0
+        engine: FakeEngine,
+        *,
+        keeps_text: bool = False,
+        slow_client_seconds: float = 60.0,
+        access: AccessSettings | None = None,
+        requests: TenantBuckets | None = None,
     ) -> AsyncIterator[tuple[Told, InferenceServiceStub]]:
         with collecting() as collector:
             tracing = start_tracing(collector.endpoint, "loraplex-inference", "api", {})
@@ -70,6 +79,8 @@ def telling(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
                 journal=journal,
                 observers=[tracing],
                 limits=LimitSettings(slow_client_seconds=slow_client_seconds),
+                access=access,
+                requests=requests,
             )
             async with grpc.aio.insecure_channel(f"127.0.0.1:{api.port}", SMALL_WINDOW) as channel:
                 yield Told(collector, meter, caplog), InferenceServiceStub(channel)
@@ -135,6 +146,63 @@ async def test_a_refused_request_is_told_with_its_reason(telling) -> None:
     )
     assert told.span.has_failed
     assert told.meter.stats.errors == {"ADAPTER_NOT_FOUND": 1}
+
+
+async def refusal(stub: InferenceServiceStub, request: pb.GenerateRequest, caller: str = "") -> grpc.aio.AioRpcError:
+    metadata = (("authorization", f"Bearer {token(caller)}"),) if caller else ()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read(stub.Generate(request, metadata=metadata))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("caller", "adapter", "outcome", "code"),
+    [
+        ("reader-a", "!!!", "INVALID_ARGUMENT", grpc.StatusCode.INVALID_ARGUMENT),
+        ("reader-a", "team-b/pirate", "ADAPTER_NOT_FOUND", grpc.StatusCode.NOT_FOUND),
+        ("replica", "team-a/pirate", "PERMISSION_DENIED", grpc.StatusCode.PERMISSION_DENIED),
+    ],
+)
+async def test_a_known_caller_who_is_not_let_in_is_told_of(
+    telling, tmp_path: Path, caller: str, adapter: str, outcome: str, code: grpc.StatusCode
+) -> None:
+    access = AccessSettings(auth_token_file=str(write_callers(tmp_path / "tokens.toml")))
+    async with telling(FakeEngine(), access=access) as (told, stub):
+        error = await refusal(stub, chat(adapter=adapter, request_id="mine"), caller)
+    assert error.code() is code
+    tenant = "team-a" if caller == "reader-a" else "default"
+    facts = {"outcome": outcome, "adapter": adapter, "request_id": "mine", "tenant": tenant}
+    assert {name: told.line[name] for name in facts} == facts
+    assert told.line["trace_id"] == told.span.trace_id
+    assert told.span.attributes["error.type"] == outcome
+    assert told.meter.stats.errors == {outcome: 1}
+
+
+async def test_a_blend_of_anothers_adapter_is_told_of(telling, tmp_path: Path) -> None:
+    access = AccessSettings(auth_token_file=str(write_callers(tmp_path / "tokens.toml")))
+    blend = [pb.BlendPart(reference="mine", weight=1), pb.BlendPart(reference="team-b/pirate", weight=2)]
+    async with telling(FakeEngine(), access=access) as (told, stub):
+        await refusal(stub, chat(blend=blend), "reader-a")
+    assert (told.line["outcome"], told.line["adapter"]) == ("ADAPTER_NOT_FOUND", "1*mine+2*team-b/pirate")
+
+
+async def test_a_tenant_beyond_its_rate_is_told_of(telling) -> None:
+    buckets = LimitSettings(tenant_burst_seconds=1.0).buckets(0.001, {})
+    async with telling(FakeEngine(), requests=buckets) as (told, stub):
+        await read(stub.Generate(chat()))
+        await refusal(stub, chat())
+        assert told.meter.stats.errors == {"RATE_LIMITED": 1}
+
+
+async def test_nobody_is_told_of_who_is_not_known_and_of_no_other_call(telling, tmp_path: Path) -> None:
+    access = AccessSettings(auth_token_file=str(write_callers(tmp_path / "tokens.toml")))
+    async with telling(FakeEngine(), access=access) as (told, stub):
+        await refusal(stub, chat(), "stranger")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Tokenize(
+                pb.TokenizeRequest(adapter="!!!", text="x"), metadata=(("authorization", "Bearer token-reader-a"),)
+            )
+        assert told.meter.stats.errors == {}
 
 
 async def test_what_is_refused_for_its_length_is_told_shortly(telling) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from inference_service import watchdog
 from inference_service.child import ChildSpec, Outlets
-from inference_service.supervisor import RestartPolicy, Supervisor
+from inference_service.supervisor import HangPolicy, RestartPolicy, Supervisor
+from shared.errors import EngineUnavailable
 from shared.line_writer import LineWriter
 
 FAST = RestartPolicy(quick_seconds=0.0, max_failed_starts=3, first_delay=0.01, max_delay=0.05)
@@ -163,6 +165,9 @@ class Ears:
     def on_event(self, event: str) -> None:
         self.heard.append(event)
 
+    def on_restart(self, role: str, *, was_hung: bool) -> None:
+        self.heard.append(f"{role} again, {'hung' if was_hung else 'ended'}")
+
     async def run(self) -> None:
         self.is_running = True
         try:
@@ -181,12 +186,58 @@ async def test_an_observer_hears_reports_and_events(tmp_path: Path, outlets: Out
         while "api_up" not in ears.heard:  # noqa: ASYNC110 - another process is waited for
             await asyncio.sleep(0.01)
     assert ears.is_running
-    assert set(ears.heard) == {"report 7", "api_down", "api_up"}
+    assert set(ears.heard) == {"report 7", "api_down", "api again, ended", "api_up"}
     os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(running, 60) == 0
     assert not ears.is_running
     outlets.output.drain()
     assert "report" not in (tmp_path / "out").read_text()
+
+
+# Once it is ready, answers each SIGUSR1 with a line.
+ANSWERING = """
+import os, signal, sys, time
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+def note(text):
+    with open(sys.argv[1], "a") as file: file.write(f"{os.getpid()} {text}\\n")
+note("starts")
+time.sleep(2.0)
+signal.signal(signal.SIGUSR1, lambda *_: note("answers"))
+print("ready", flush=True)
+while True: signal.pause()
+"""
+
+
+async def test_a_process_that_stands_still_is_replaced_and_one_that_starts_is_not(
+    tmp_path: Path, outlets: Outlets, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "ASK_SECONDS", 0.1)
+    log = tmp_path / "engine"
+
+    async def ask() -> None:
+        before = await lines(log, 1)
+        try:
+            os.kill(int(before[-1].split()[0]), signal.SIGUSR1)
+        except ProcessLookupError:
+            raise EngineUnavailable("it has ended") from None
+        await lines(log, len(before) + 1)
+
+    engine = ChildSpec("engine", (sys.executable, "-S", "-c", ANSWERING, str(log)), b"", b"", stage=1, grace=5.0)
+    ears, hangs = Ears(), HangPolicy(1.5, {"engine": ask})
+    running = asyncio.create_task(Supervisor([engine], outlets, FAST, ears, hangs).run())
+    first = (await lines(log, 2))[0].split()[0]
+    os.kill(int(first), signal.SIGSTOP)
+    num_lines = len(written(log))
+    said = await lines(log, num_lines + 2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(running, 60) == 0
+    assert [line.split()[1] for line in said[:2]] == ["starts", "answers"]
+    second = said[-1].split()[0]
+    assert said[-2:] == [f"{second} starts", f"{second} answers"]
+    assert second != first
+    assert ears.heard == ["engine_down", "engine again, hung", "engine_up"]
+    told = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert told == ["the engine process has not answered for 1.5 seconds; it is killed"]
 
 
 async def test_a_program_that_is_missing_ends_the_replica(outlets: Outlets) -> None:

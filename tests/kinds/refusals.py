@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peft import IA3Config, KasaConfig
+from peft import IA3Config, KasaConfig, LoKrConfig, PromptTuningConfig
 
 from tests.kinds import files
 
@@ -74,6 +74,26 @@ def _without(name: str) -> Callable[[dict[str, torch.Tensor]], object]:
     return lambda tensors: tensors.pop(name)
 
 
+def _transposed(tensors: dict[str, torch.Tensor]) -> None:
+    tensors |= {name: tensor.T.contiguous() for name, tensor in tensors.items()}
+
+
+def _as_diffusers(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [*tensors]:
+        tensors[name.replace("lora_A", "lora_down").replace("lora_B", "lora_up")] = tensors.pop(name)
+
+
+def _as_kohya(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [*tensors]:
+        tensors[f"lora_te_{name.replace('.', '_')}"] = tensors.pop(name)
+
+
+def _in_a_folder(folder: Path) -> None:
+    weights = (folder / files.WEIGHTS).rename(folder / "weights")
+    (folder / files.WEIGHTS).mkdir()
+    weights.rename(folder / files.WEIGHTS / files.WEIGHTS)
+
+
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 1024\n"
 NAN = torch.full((8, 64), torch.nan)
 
@@ -96,10 +116,21 @@ REFUSALS: dict[str, Refusal] = {
         UNSUPPORTED, ("peft_type", "IA3", "LORA"),
         IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
     ),
+    "prompt tuning": Refusal(
+        UNSUPPORTED, ("peft_type", "PROMPT_TUNING", "only LORA is; train a LoRA"),
+        PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
+    ),
+    "lokr": Refusal(
+        UNSUPPORTED, ("peft_type", "LOKR", "save_as_lora"), LoKrConfig(target_modules=["q_proj", "v_proj"])
+    ),
     "monteclora": by_key("monteclora_config", {"num_samples": 4}, "save_as_lora"),
     "arrow": by_key("arrow_config", {"top_k": 2}, "routes"),
     "layer_replication": by_key("layer_replication", [[0, 2], [1, 3]], "without"),
     "target_parameters": by_key("target_parameters", ["mlp.experts.gate_up_proj"], "target_modules"),
+    "target_parameters alone": Refusal(
+        UNSUPPORTED, ("target_parameters", "; target the linears"),
+        edit=files.changed(target_modules=[], target_parameters=["q_proj.weight"]),
+    ),
     "experts": by_tensors(_stack_of_experts, "experts.lora_A", reason=UNSUPPORTED),
     "fan_in_fan_out": by_key("fan_in_fan_out", True, "false"),
     "an unknown key": by_key("frobnicate", {"a": 1}, "remove"),
@@ -125,6 +156,19 @@ REFUSALS: dict[str, Refusal] = {
     # ---- files that contradict themselves or the model
     "rank by pattern": by_key(
         "rank_pattern", {"q_proj": 4}, "lora_A", "has rank 8", "says 4", "correct", reason=INVALID
+    ),
+    "halves of two checkpoints": by_tensors(
+        _set(f"{Q0}.lora_B.weight", torch.ones(64, 9)), Q0, "[64, 9]", "its lora_A has rank 8", "the same checkpoint"
+    ),
+    "transposed": by_tensors(_transposed, "q_proj.lora_A", "is transposed", "[r, 64]", "transpose it"),
+    "names of diffusers": by_tensors(
+        _as_diffusers, "q_proj.lora_", "diffusers", "convert it to PEFT's format"
+    ),
+    "names of kohya": by_tensors(
+        _as_kohya, "lora_te_", "kohya", "convert it to PEFT's format"
+    ),
+    "a part that no lora has": by_tensors(
+        _set(f"{Q0}.lora_C.weight", torch.ones(8, 8)), "q_proj.lora_C.weight", "no part of a LoRA", "remove the tensor"
     ),
     "a tensor left over": by_tensors(
         _set("base_model.model.model.layers.0.mlp.router.weight", torch.ones(2, 64)), "router.weight", "remove"
@@ -161,15 +205,38 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "nan": by_tensors(_set(f"{Q0}.lora_A.weight", NAN), Q0, "NaN", "checkpoint"),
     "alpha of zero": by_key("lora_alpha", 0, "must be", "other than zero", reason=INVALID),
-    "alpha without bounds": by_key("lora_alpha", 1e300, "lora_alpha", "between -1e+12 and 1e+12", reason=INVALID),
+    "alpha without bounds": by_key("lora_alpha", 1e300, "lora_alpha", "above -1e+12 and below 1e+12", reason=INVALID),
     "null": by_key("lora_alpha", None, "is null", "PEFT cannot load", "set it as in training", reason=INVALID),
     "no trained tokens": by_key("trainable_token_indices", [], "trainable_token_indices", "empty", reason=INVALID),
+    "a trained token twice": by_key(
+        "trainable_token_indices", [3, 3], "trainable_token_indices", "names token 3 twice", reason=INVALID
+    ),
+    "no task": by_key("task_type", [1, 2], "task_type must be null or one of", "set it as in training", reason=INVALID),
+    "dropout of all and more": by_key("lora_dropout", 1.5, "lora_dropout must be", "0 to 1", reason=INVALID),
+    "flags in a pattern": by_key("alpha_pattern", {"(?i)Q_PROJ": 8}, "flags", "a prefix", "[Qq]", reason=INVALID),
     "lora in small letters": by_key("peft_type", "lora", '"lora"', 'write "LORA"', reason=INVALID),
     "targets that are nowhere": by_key("target_modules", ["qproj"], "names no module", "correct it", reason=INVALID),
     "nothing but exclusions": by_key("exclude_modules", ["q_proj", "v_proj"], "leaves none", "correct", reason=INVALID),
     # ---- what is none of the files
     "a pointer to the weights": Refusal(
         INVALID, (files.WEIGHTS, "Git LFS pointer", "git lfs pull"), edit=_with_file(files.WEIGHTS, POINTER)
+    ),
+    "weights for llama.cpp": Refusal(
+        INVALID, (files.WEIGHTS, "GGUF", "as PEFT saved it"),
+        edit=_with_file(files.WEIGHTS, b"GGUF\3\0\0\0" + b"\0" * 64),
+    ),
+    "a folder for the weights": Refusal(INVALID, (files.WEIGHTS, "is a folder", "in its place"), edit=_in_a_folder),
+    "a byte order mark": Refusal(
+        INVALID, (files.CONFIG, "byte order mark", "without"),
+        edit=_with_file(files.CONFIG, b'\xef\xbb\xbf{"peft_type": "LORA"}'),
+    ),
+    "half a character": Refusal(
+        INVALID, (files.CONFIG, "\\ud800", "half of a character", "write the whole"),
+        edit=_with_file(files.CONFIG, b'{"peft_type": "LORA", "revision": "\\ud800"}'),
+    ),
+    "a number for a special token": Refusal(
+        INVALID, ("tokenizer_config.json", "eos_token is 5", "a correct file"),
+        edit=_with_file("tokenizer_config.json", b'{"eos_token": 5}'),
     ),
     "a page for the config": Refusal(
         INVALID, (files.CONFIG, "web page", "download"), edit=_with_file(files.CONFIG, b"<!DOCTYPE html><html></html>")

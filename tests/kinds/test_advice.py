@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, LoraGAConfig, PeftConfig, get_peft_model, save_as_lora
+from peft import (
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    LoraGAConfig,
+    PeftConfig,
+    get_peft_model,
+    save_as_lora,
+)
 from peft.tuners.lora.config import CordaConfig, MontecloraConfig
 from peft.tuners.lora.corda import preprocess_corda
 from peft.tuners.lora.loraga import preprocess_loraga
@@ -102,6 +111,22 @@ def test_sampled_adapters_saved_as_what_they_are_without_training(base: Path, tm
     peft.save_pretrained(tmp_path / "as it is")
     save_as_lora(tmp_path / "out", peft, rank=LORA["r"])
     refused(base, tmp_path / "as it is", "save_as_lora")
+    check(base, expected, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("config", "rank"),  # of LoHa's product of two matrices of rank 2, and of LoKr's of all four rows with rank 2
+    [
+        (LoHaConfig(r=2, alpha=3, target_modules=LORA["target_modules"], task_type="CAUSAL_LM"), 4),
+        (LoKrConfig(r=2, alpha=3, target_modules=LORA["target_modules"], decompose_factor=4), 8),
+    ],
+)
+def test_other_types_that_peft_converts(config: PeftConfig, rank: int, base: Path, tmp_path: Path) -> None:
+    peft = get_peft_model(load(base), config)
+    expected = trained(peft, base)
+    peft.save_pretrained(tmp_path / "as it is")
+    save_as_lora(tmp_path / "out", peft, rank=rank)
+    refused(base, tmp_path / "as it is", "convert it with PEFT's save_as_lora")
     check(base, expected, tmp_path / "out")
 
 

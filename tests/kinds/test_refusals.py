@@ -75,4 +75,5 @@ def test_refused_with_the_reason(case: str, refused: Refused) -> None:
     assert error.reason == REFUSALS[case].reason, error.summary
     said = " ".join((error.message, *error.metadata.values()))
     assert all(words in said for words in REFUSALS[case].says), said
+    assert "; " in error.message, error.message
     assert set(error.metadata) & {"key", "tensor", "file"}, error.metadata

@@ -27,6 +27,37 @@ def test_register_twice(register):
     assert json.loads(register("fresh", "one", "--json"))["created"] is True
 
 
+def test_register_tells_what_the_name_alone_means_if_it_is_another_version(cli, register):
+    def again(source):
+        return cli("adapter", "register", "older", "--base-model", "tiny", "--source", f"file://main/{source}")
+
+    register("older", "one")
+    assert again("two").err == ""
+    ran = again("one")
+    assert ran.out.startswith("already registered: older@1 ")
+    assert ran.err == (
+        "older alone means the newest version, 2; `loraplex adapter alias older@prod 1` and `loraplex adapter update "
+        "older --default-alias prod` make it mean 1\n"
+    )
+    assert cli("adapter", "alias", "older@prod", "1").status == 0
+    assert cli("adapter", "update", "older", "--default-alias", "prod").status == 0
+    assert again("one").err == ""
+    assert again("two").err == (
+        "older alone means older@prod, version 1; `loraplex adapter alias older@prod 2` makes it mean 2\n"
+    )
+
+
+def test_json_of_an_answer_that_does_not_count_versions_has_no_count(cli, register):
+    told = json.loads(register("counted", "one", "--json"))["adapter"]
+    assert told["latest_version"] == 1
+    assert "num_versions" not in told
+    assert json.loads(cli("adapter", "show", "counted", "--json").out)["adapter"]["num_versions"] == 1
+    assert cli("adapter", "delete", "counted", "--yes").status == 0
+    ran = cli("adapter", "register", "counted", "--base-model", "tiny", "--source", "file://main/one")
+    assert "call UndeleteAdapter (loraplex adapter undelete default/counted) first, or" in ran.err
+    assert "(loraplex adapter undelete default/counted) brings it back" in cli("adapter", "alias", "counted@x", "1").err
+
+
 def test_an_unknown_scheme_is_the_servers_to_refuse(cli):
     ran = cli("adapter", "register", "x", "--base-model", "tiny", "--source", "gopher://a/b")
     assert ran.status == 1
@@ -121,8 +152,12 @@ def test_a_terminal_is_asked_before_a_deletion(cli, register, monkeypatch):
 def test_no_registry(cli):
     ran = cli("adapter", "list", "--registry", "127.0.0.1:1")
     asked = "is it running and SERVING? or it speaks TLS: --ca; try: loraplex status"
-    assert ran == (1, "", f"UNAVAILABLE: no registry service answers at 127.0.0.1:1 ({asked})\n")
-    assert "TLS" not in cli("--ca", "system", "adapter", "list", "--registry", "127.0.0.1:1").err
+    assert (ran.status, ran.out) == (1, "")
+    assert ran.err.startswith(f"UNAVAILABLE: no registry service answers at 127.0.0.1:1 ({asked}): ")
+    assert "Connection refused" in ran.err
+    secure = cli("--ca", "system", "adapter", "list", "--registry", "127.0.0.1:1").err
+    assert "it speaks TLS" not in secure
+    assert "it wants a certificate: --cert and --key;" in secure
 
 
 def test_base_models(cli):

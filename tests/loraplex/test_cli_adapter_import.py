@@ -118,7 +118,10 @@ def test_an_organisation(cli, endpoint):
 @pytest.mark.parametrize(
     ("owner", "said"),
     [
-        ("secret", "SOURCE_FORBIDDEN: hf://secret: the server refuses access (HTTP 403)"),
+        (
+            "secret",
+            "SOURCE_FORBIDDEN: hf://secret: the server refuses access (HTTP 403); give a credential that may read it",
+        ),
         ("odd", "SOURCE_UNAVAILABLE: hf://odd: the Hub's answer is malformed"),
     ],
 )

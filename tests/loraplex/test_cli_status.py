@@ -120,6 +120,15 @@ def test_status_tells_of_tiers_loads_and_what_waits(cli, servers):
     assert ["pirate@3", "2"] in words
 
 
+def test_status_tells_why_no_adapter_is_served(cli, servers):
+    text = "this replica's base model is not the tiny that adapters are registered for"
+    servers.fake.status = pb.GetReplicaStatusResponse(adapters=pb.AdapterStatus(base_model_conflict=text))
+    assert f"BASE_MODEL_CONFLICT: {text}" in cli("status", "--once").out.splitlines()
+    assert json.loads(cli("status", "--json").out)["replicas"][0]["status"]["adapters"]["base_model_conflict"] == text
+    servers.fake.status = STATUS
+    assert "BASE_MODEL_CONFLICT" not in cli("status", "--once").out
+
+
 def test_status_json_has_every_figure_as_a_number(cli, servers):
     servers.fake.status = STATUS
     found = json.loads(cli("status", "--json").out)["replicas"][0]["status"]

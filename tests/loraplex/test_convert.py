@@ -197,8 +197,12 @@ def test_refused_for_what_is_or_is_not_there(base, tmp_path):
     LlamaForCausalLM(LlamaConfig(**{**SIZES, "hidden_size": 32})).save_pretrained(other)
     with pytest.raises(SourceNotFound, match="nowhere"):
         convert(tmp_path / "nowhere", base, tmp_path / "plain", silent)
-    with pytest.raises(AdapterInvalid, match="shape"):
+    with pytest.raises(AdapterInvalid, match=r"shape .*; give with --base the folder of the base model that it was"):
         convert(adapter, other, tmp_path / "plain", silent)
+    shallow = tmp_path / "shallow"
+    LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 1})).save_pretrained(shallow)
+    with pytest.raises(AdapterInvalid, match=r"layers 0 to 0; give with --base the folder of the base model that it"):
+        convert(adapter, shallow, tmp_path / "plain", silent)
     empty = shutil.copytree(base, tmp_path / "empty", ignore=lambda *_: ["model.safetensors"])
     with pytest.raises(InvalidArgument, match="safetensors"):
         convert(adapter, empty, tmp_path / "plain", silent)
@@ -240,11 +244,45 @@ def test_the_command(base, tmp_path):
     arguments = ("adapter", "convert", adapter, "--base", base, "--out", tmp_path / "plain")
     ran = run_cli(*arguments)
     assert ran.out == f"converted: {tmp_path / 'plain'} pissa, 8 linears, rank 12\n"
-    assert run_cli(*arguments).status == 1
+    again = run_cli(*arguments)
+    assert again.status == 1
+    assert f"{tmp_path / 'plain'} exists already; choose another --out" in again.err
     assert run_cli(*arguments, "--register", "mine").status == 2
     assert "INVALID_ARGUMENT" in run_cli(*arguments).err
     (tmp_path / "file").touch()
     assert "FAILED_PRECONDITION" in run_cli(*arguments[:-1], tmp_path / "file" / "x").err
+
+
+def test_what_is_named_is_repeated_as_it_was_named(base, tmp_path):
+    ran = run_cli("adapter", "convert", "hf://org/x", "--base", base, "--out", tmp_path / "plain")
+    assert "SOURCE_NOT_FOUND: hf://org/x is not a folder on this machine; download the adapter first" in ran.err
+    ran = run_cli("adapter", "convert", tmp_path, "--base", "hf://org/base", "--out", tmp_path / "plain")
+    assert "hf://org/base is not a folder on this machine; give the local folder" in ran.err
+
+
+def test_a_converted_adapter_that_could_not_be_registered(base, tmp_path):
+    """Neither that run nor the next one, which finds it there, leaves its user without a way on."""
+    adapters = tmp_path / "adapters"
+    adapter = trained(base, adapters / "trained", init_lora_weights="olora", r=2)
+    with serving(tmp_path) as servers:
+        registry = ("--registry", servers.registry)
+        arguments = (
+            "adapter", "convert", adapter, "--base", base, "--out", adapters / "plain", "--register", "repaired",
+            "--source", "file://main/plain", "--base-model", "tiny", "--alias", "prod", *registry,
+        )  # fmt: skip
+        command = (
+            "loraplex adapter register repaired --base-model tiny --source file://main/plain --alias prod "
+            f"--registry {servers.registry}"
+        )
+        first = run_cli(*arguments)
+        assert first.status == 1
+        assert f"plain is converted and not registered; for that alone: {command}" in first.err
+        assert "BASE_MODEL_UNKNOWN" in first.err
+        second = run_cli(*arguments)
+        assert second.status == 1
+        assert f"plain exists already; choose another --out, or if it is converted: {command}" in second.err
+        run_cli("base-model", "register", base, "--id", "tiny", *registry)
+        assert "registered: repaired@1 rank 4" in run_cli(*command.split()[1:]).out
 
 
 def test_a_new_version_of_a_registered_adapter(base, tmp_path):

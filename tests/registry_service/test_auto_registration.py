@@ -71,6 +71,8 @@ async def test_what_is_found_and_wrong_is_said(registry, folders):
     folders.write("wrong", config={"r": 3})
     error = await registry.refused(AdapterInvalid, "ResolveAdapter", reference="wrong")
     assert "lora_A" in error.metadata["tensor"]
+    assert error.message.startswith("file://main/wrong: tensor ")
+    assert error.metadata["uri"] == "file://main/wrong"
     await registry.refused(AdapterNotFound, "GetAdapter", name="wrong")
 
 

@@ -147,6 +147,7 @@ async def test_postgres_goes_away_and_comes_back(postgres, make_postgres, connec
 
 async def test_a_sqlite_file_that_goes_away(tmp_path, connect):
     folder = tmp_path / "data"
+    folder.mkdir()
     server = await start(RegistryConfig(listen="127.0.0.1:0", database=f"sqlite:///{folder}/r.db"))
     registry = connect(server.port)
     await registry("ListBaseModels")

@@ -15,12 +15,16 @@ import pytest
 import sqlalchemy
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from examples.stack import free_address
 from loraplex.registry.v1 import registry_pb2, registry_pb2_grpc
 from registry_service import migrations
 from registry_service.__main__ import main
 from registry_service.config import RegistryConfig
 from registry_service.database import driver_url
 from registry_service.server import SERVICE, start
+from tests.e2e import raw_http2 as http2
+
+LORAPLEX = "from loraplex.cli.main import main; main()"
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +40,15 @@ def run(*arguments, **names):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **names)
 
 
+def until_ready(process):
+    """Reads the log until the line that the registry is ready, which is returned."""
+    for line in process.stderr:
+        record = json.loads(line)
+        if record["message"] == "the registry is ready":
+            return record
+    raise AssertionError("it has ended")
+
+
 def test_nothing_loads_torch():
     modules = "{'torch', 'triton', 'transformers', 'peft'}"
     code = f"import sys, registry_service.__main__; print(sorted({modules} & set(sys.modules)))"
@@ -46,14 +59,9 @@ def test_nothing_loads_torch():
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_until_a_signal(tmp_path, signum):
     process = run(
-        "--listen", "127.0.0.1:0", "--database", f"sqlite:///{tmp_path}/new/r.db", "--file-root", f"main={tmp_path}"
+        "--listen", "127.0.0.1:0", "--database", f"sqlite:///{tmp_path}/r.db", "--file-root", f"main={tmp_path}"
     )  # fmt: skip
-    records = []
-    for line in process.stderr:
-        records.append(json.loads(line))
-        if records[-1]["message"] == "the registry is ready":
-            break
-    channel = grpc.insecure_channel(f"127.0.0.1:{records[-1]['port']}")
+    channel = grpc.insecure_channel(f"127.0.0.1:{until_ready(process)['port']}")
     health = health_pb2_grpc.HealthStub(channel)
     for service in ("", SERVICE):
         status = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status
@@ -66,12 +74,58 @@ def test_it_serves_until_a_signal(tmp_path, signum):
     assert [json.loads(line)["message"] for line in err.splitlines()][-1] == "the registry has stopped"
 
 
+@pytest.mark.parametrize("command", [["-m", "registry_service"], ["-c", LORAPLEX, "registry"]])
+@pytest.mark.parametrize("port", ["listen", "health_listen"])
+def test_what_a_client_says_as_it_leaves_is_no_line_of_the_log(tmp_path, command, port, monkeypatch):
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    health = free_address()
+    flags = ["--listen=127.0.0.1:0", f"--database=sqlite:///{tmp_path}/r.db", f"--health-listen={health}"]
+    process = subprocess.Popen([sys.executable, *command, *flags], stderr=subprocess.PIPE, text=True)
+    record = until_ready(process)
+    address = health if port == "health_listen" else f"127.0.0.1:{record['port']}"
+    connection = http2.RawConnection(address)
+    goaway = http2.frame(http2.GOAWAY, payload=bytes(7) + b"\2" + b'x"\n{"forged": "by nobody"}\n')
+    ping = http2.frame(http2.PING, payload=b"heard it")
+    connection.send(http2.PREFACE + http2.frame(http2.SETTINGS) + goaway + ping)
+    content = b""
+    while b"heard it" not in content:
+        content += connection.socket.recv(4096)
+    connection.close()
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "forged" not in err
+    assert all(json.loads(line)["service"] == "registry" for line in err.splitlines())
+
+
+@pytest.mark.parametrize("streams", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_it_ends_well_without_standard_streams(tmp_path, streams):
+    address = free_address()
+    shell = f'exec "$0" -m registry_service --listen {address} --database sqlite:///{tmp_path}/r.db {streams}'
+    with subprocess.Popen(
+        ["sh", "-c", shell, sys.executable], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        with grpc.insecure_channel(address, [("grpc.max_reconnect_backoff_ms", 200)]) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=60, wait_for_ready=True)
+        process.terminate()
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert out == b""
+
+
+@pytest.mark.parametrize(("command", "stream"), [("export >&-", "output"), ("restore <&-", "input")])
+def test_a_command_whose_stream_is_closed_says_so(tmp_path, command, stream):
+    url = f"sqlite:///{tmp_path}/r.db"
+    migrations.upgrade(url)
+    shell = f'exec "$0" -m registry_service {command} --database {url}'
+    ended = subprocess.run(["sh", "-c", shell, sys.executable], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (1, f"error: standard {stream} is closed\n")
+
+
 def test_open_watches_do_not_hold_its_end(tmp_path):
     process = run("--listen", "127.0.0.1:0", "--database", f"sqlite:///{tmp_path}/r.db", "--drain-grace", "60")
-    for line in process.stderr:
-        record = json.loads(line)
-        if record["message"] == "the registry is ready":
-            break
+    record = until_ready(process)
     with grpc.insecure_channel(f"127.0.0.1:{record['port']}") as channel:
         stub = registry_pb2_grpc.AdapterRegistryServiceStub(channel)
         watches = [stub.WatchAdapters(registry_pb2.WatchAdaptersRequest(parent="namespaces/-")) for _ in range(3)]
@@ -146,6 +200,7 @@ def test_a_database_that_cannot_be_used_is_one_line(tmp_path, capfd):
     for url, code, told in [
         (f"sqlite:///{tmp_path}/file/r.db", 2, "--database: its folder"),
         (f"sqlite:///{tmp_path}/no/such/r.db", 2, "--database: its folder"),
+        (f"sqlite:///{tmp_path}/nope/r.db", 2, f"--database: its folder {tmp_path}/nope does not exist; make it, or"),
         (f"sqlite:///{tmp_path}/no.db", 2, "--database: sqlite:///"),
         (f"sqlite:///{tmp_path}", 2, "--database: sqlite:///"),
         (newer, 1, "the database is newer than this registry: it is at revision v9999"),
@@ -156,6 +211,13 @@ def test_a_database_that_cannot_be_used_is_one_line(tmp_path, capfd):
         assert "Traceback" not in error
     assert (tmp_path / "no.db").read_text().startswith("root:x:0:0")
     assert not (tmp_path / "no").exists()
+    assert not (tmp_path / "nope").exists()
+
+
+def test_the_folder_of_the_default_database_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["migrate"]) == 0
+    assert (tmp_path / "var" / "registry.db").is_file()
 
 
 def test_a_newer_database_is_refused_by_every_command_in_one_line(empty_database_url, capfd):

@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from inference_service.adapters.registry_client import BaseModelFacts, RegistryClient
+from inference_service.adapters.registration import BaseModelFacts
+from inference_service.adapters.registry_client import RegistryClient
 from inference_service.adapters.resolution import BaseModelIdentity
 from registry_service.config import RegistryConfig
 from registry_service.server import start

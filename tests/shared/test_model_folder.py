@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import InvalidArgument, SourceUnavailable
+from shared.errors import InvalidArgument
 from shared.model_folder import load_raw_config, resolve_model
 
 
@@ -23,23 +23,6 @@ def test_what_is_no_folder_and_no_hub_id_is_refused(name: str) -> None:
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"config\.json"):
         resolve_model(str(tmp_path))
-
-
-def test_hub_errors_are_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    for raised, expected in (
-        (HFValidationError("x"), InvalidArgument),
-        (LocalEntryNotFoundError("x"), SourceUnavailable),
-    ):
-
-        def download(*_: object, raised: Exception = raised, **__: object) -> str:
-            raise raised
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-        with pytest.raises(expected):
-            resolve_model("org/name")
 
 
 def test_eos_ids_of_both_files_are_merged(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class LoadedAdapter(_message.Message):
         DESCRIPTOR: _descriptor.EnumDescriptor
         PIN_OWNER_UNSPECIFIED: LoadedAdapter._PinOwner.ValueType  # 0
         PIN_OWNER_OPERATOR: LoadedAdapter._PinOwner.ValueType  # 1
-        """Whoever called LoadAdapter, until UnloadAdapter."""
+        """Whoever called LoadAdapter, until UnloadAdapter or until the engine restarts; a residency outlives both."""
         PIN_OWNER_RESIDENCY: LoadedAdapter._PinOwner.ValueType  # 2
         """The adapter's residency in the registry, as long as that is PINNED: unloaded, it is brought back."""
 
@@ -61,7 +61,7 @@ class LoadedAdapter(_message.Message):
 
     PIN_OWNER_UNSPECIFIED: LoadedAdapter.PinOwner.ValueType  # 0
     PIN_OWNER_OPERATOR: LoadedAdapter.PinOwner.ValueType  # 1
-    """Whoever called LoadAdapter, until UnloadAdapter."""
+    """Whoever called LoadAdapter, until UnloadAdapter or until the engine restarts; a residency outlives both."""
     PIN_OWNER_RESIDENCY: LoadedAdapter.PinOwner.ValueType  # 2
     """The adapter's residency in the registry, as long as that is PINNED: unloaded, it is brought back."""
 
@@ -115,7 +115,9 @@ class LoadAdapterRequest(_message.Message):
     WAIT_FIELD_NUMBER: _builtins.int
     reference: _builtins.str
     pinned: _builtins.bool
-    """Never evicted until unloaded. A pin belongs to the digest; a load without it leaves it as it is."""
+    """Never evicted until unloaded, or until the engine restarts. A pin belongs to the digest; a load without it leaves it
+    as it is.
+    """
     wait: _builtins.bool
     """Return only when it is ready to serve."""
     def __init__(
@@ -688,9 +690,14 @@ class AdapterStatus(_message.Message):
     EVICTIONS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     REGISTRY_REVISION_FIELD_NUMBER: _builtins.int
+    BASE_MODEL_CONFLICT_FIELD_NUMBER: _builtins.int
     fetched_bytes: _builtins.int
     registry_revision: _builtins.int
     """The newest revision that the registry has told of."""
+    base_model_conflict: _builtins.str
+    """Why no adapter is served here (BASE_MODEL_CONFLICT): the registry has another base model of this one's id. Empty if
+    it has not.
+    """
     @_builtins.property
     def host(self) -> Global___TierUsage: ...
     @_builtins.property
@@ -717,10 +724,11 @@ class AdapterStatus(_message.Message):
         evictions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         registry_revision: _builtins.int = ...,
+        base_model_conflict: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "evictions", b"evictions", "failures", b"failures", "fetched_bytes", b"fetched_bytes", "host", b"host", "load_seconds", b"load_seconds", "registry_revision", b"registry_revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model_conflict", b"base_model_conflict", "disk", b"disk", "evictions", b"evictions", "failures", b"failures", "fetched_bytes", b"fetched_bytes", "host", b"host", "load_seconds", b"load_seconds", "registry_revision", b"registry_revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

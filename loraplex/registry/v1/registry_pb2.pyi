@@ -964,6 +964,9 @@ class ResidentState(_message.Message):
     PINNED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
+    """Of the content; with the reason BASE_MODEL_CONFLICT also the fingerprint of the replica's base model, which is not
+    the registry's, so that no adapter is served there.
+    """
     level: Global___ResidentState.Level.ValueType
     pinned: _builtins.bool
     reason: _builtins.str

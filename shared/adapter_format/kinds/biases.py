@@ -12,6 +12,7 @@ from shared.adapter_format.names import HEAD, linear_site
 from shared.adapter_format.reasons import value_invalid
 from shared.adapter_format.values import Field, used
 from shared.base_model import ModelConfig, linear_shape
+from shared.json_text import as_json
 
 _ON_B = "lora_B.bias"
 _UNSAVED = (
@@ -23,7 +24,7 @@ _OWN = ("base_layer.bias", "bias")  # of an adapted linear, of another; before P
 
 def _bias(key: str, value: Any) -> Literal["none", "lora_only", "all"]:
     if value not in ("none", "lora_only", "all"):
-        raise value_invalid(key, f"none, lora_only or all, is {value!r:.60}")
+        raise value_invalid(key, f"none, lora_only or all, is {as_json(value):.60}")
     return value  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,8 @@ from shared.adapter_format.reasons import key_unsupported
 from shared.adapter_format.values import Field, used
 
 KEY = "target_parameters"
-ADVICE = "no model with experts is served yet; target the linears of a dense model with target_modules"
+_TARGET_LINEARS = "target the linears of a dense model with target_modules"
+ADVICE = f"no model with experts is served yet; {_TARGET_LINEARS}"
 
 
 def _read(key: str, value: Any) -> tuple[str, ...]:
@@ -26,7 +27,7 @@ FIELDS: Mapping[str, Field] = {KEY: used(None, _read)}
 def check(config: LoraConfig) -> None:
     """Refused until there is a decoder for it."""
     if config.target_parameters:
-        raise key_unsupported(KEY, ADVICE)
+        raise key_unsupported(KEY, f"LoRA on bare parameters, as experts have them, is not served; {_TARGET_LINEARS}")
 
 
 def bind(draft: Draft) -> None:

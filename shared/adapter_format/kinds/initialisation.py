@@ -14,6 +14,7 @@ from shared.adapter_format.draft import Draft
 from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.reasons import key_unsupported, value_invalid
 from shared.adapter_format.values import Field, informational, is_nothing, refused, used
+from shared.json_text import as_json
 
 KEY = "init_lora_weights"
 _PLAIN = ("gaussian", "orthogonal", "eva", "mica")
@@ -37,17 +38,17 @@ def _initialisation(key: str, value: Any) -> bool | str:
     if isinstance(value, bool):
         return value
     if not isinstance(value, str):
-        raise value_invalid(key, f"true, false or a name, is {value!r:.80}")
+        raise value_invalid(key, f"true, false or a name, is {as_json(value):.80}")
     name = value.lower()
     if name in _PLAIN:
         return name
     if name in _CONVERTIBLE:
-        raise key_unsupported(key, f"{value!r:.60} trains against a modified base model; {_CONVERT}")
+        raise key_unsupported(key, f"{as_json(value):.60} trains against a modified base model; {_CONVERT}")
     for start, advice in LOST.items():
         if name.startswith(start):
-            raise key_unsupported(key, f"{value!r:.60} trains against a modified base model; {advice}")
+            raise key_unsupported(key, f"{as_json(value):.60} trains against a modified base model; {advice}")
     raise key_unsupported(
-        key, f"the initialisation {value!r:.60} is not known; train with one of true, {', '.join(_PLAIN)}"
+        key, f"the initialisation {as_json(value):.60} is not known; train with one of true, {', '.join(_PLAIN)}"
     )
 
 

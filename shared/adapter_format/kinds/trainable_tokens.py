@@ -14,7 +14,7 @@ from shared.adapter_format.kinds.embeddings import bind_base_rows
 from shared.adapter_format.kinds.saved_modules import is_saved
 from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.names import EMBED, HEAD, Site
-from shared.adapter_format.reasons import OTHER_BASE, TRAIN_WITHOUT, key_invalid, key_unsupported
+from shared.adapter_format.reasons import OTHER_BASE, TRAIN_WITHOUT, key_invalid, key_unsupported, tensor_invalid
 from shared.adapter_format.values import Field, used
 
 KEY = "trainable_token_indices"
@@ -30,10 +30,12 @@ def _read(key: str, value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
     named = value if isinstance(value, Mapping) else {"": value}
     pairs = tuple((name, values.token_ids(key, ids)) for name, ids in named.items())
     for name, ids in pairs:
-        if not ids or len(set(ids)) != len(ids):
-            raise key_invalid(
-                key, f"{name or 'the list'} is empty or names a token twice", "name each token that has a row once"
-            )
+        where = f"for {name!r:.100} " if name else ""
+        if not ids:
+            raise key_invalid(key, f"{where}is an empty list", "name the tokens that were trained, or remove it")
+        if len(set(ids)) != len(ids):
+            twice = next(token for place, token in enumerate(ids) if token in ids[:place])
+            raise key_invalid(key, f"{where}names token {twice} twice", "name each token that has a row once")
     return pairs
 
 
@@ -89,6 +91,10 @@ def _rows(draft: Draft, site: Site, ids: tuple[int, ...]) -> RowsBinding:
     if max(ids) >= draft.vocab:
         raise key_invalid(KEY, f"names token {max(ids)}, the embedding has {draft.vocab} rows", OTHER_BASE)
     tensor = draft.require(site, _ROWS, key=KEY)
+    shape = draft.tensors[tensor].shape
+    if len(shape) == 2 and shape[0] != len(ids):
+        problem = f"has {shape[0]} rows; {KEY} names {len(ids)} tokens"
+        raise tensor_invalid(tensor, problem, f"set {KEY} as in training")
     draft.check_shape(tensor, len(ids), draft.model.hidden_size)
     return RowsBinding(tensor, ids, "trainable_tokens")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import grpc
 import msgspec
+import pytest
 from tokenizers import AddedToken
 
 from inference_service.types import GenerateSpec, PreparedAdapter, SequenceDelta
@@ -138,6 +139,30 @@ async def test_messages_that_a_template_refuses_are_the_callers_fault(tmp_path: 
         error = await failure(channel, request(adapter="strict", chat=CHAT))
     assert isinstance(error, InvalidArgument)
     assert [(v.field, "system first" in v.description) for v in error.violations] == [("prompt.chat", True)]
+
+
+async def test_a_fault_of_an_adapters_own_template_or_tokenizer_is_told_as_the_adapters(tmp_path: Path) -> None:
+    fakes = adapters_with(
+        broken={"chat_template.jinja": b"{{ frob(1) }}"},
+        empty={"chat_template.jinja": b"{# nothing #}"},
+        endless={"chat_template.jinja": b"{{ 'x' * 99999 }}"},
+    )
+    model = write_base(tmp_path / "base")
+    async with serving(FakeEngine(), fakes, model) as (_, channel):
+        for name, said in [
+            ("broken", "the chat template refuses it: 'frob' is undefined"),
+            ("empty", "has no tokens"),
+            ("endless", "has 99999 bytes; no text of more than "),
+        ]:
+            error = await failure(channel, request(adapter=name, chat=CHAT))
+            (violation,) = error.violations
+            version = f"namespaces/default/adapters/{name}/versions/1"
+            assert violation.field == "prompt.chat"
+            assert violation.description.startswith(said)
+            assert violation.description.endswith(f"; the chat template is that of {version}, so look there as well")
+        stub = InferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="adapters/broken/versions/1, so look there"):
+            await stub.Tokenize(pb.TokenizeRequest(adapter="broken", chat=CHAT))
 
 
 async def test_an_adapter_may_bring_the_template_that_its_base_model_lacks(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ class FakeRegistry(registry_pb2_grpc.AdapterRegistryServiceServicer):
         self.calls: Counter[str] = Counter()
         self.base_models: list[registry_pb2.RegisterBaseModelRequest] = []
         self.base_model_error: LoraplexError | None = None
+        self.report_error: LoraplexError | None = None
         self.delay = 0.0
         self.raw_details: bytes | None = None  # sent with NOT_FOUND instead of any answer
         self.min_revisions: list[int] = []  # of the calls
@@ -102,6 +103,11 @@ class FakeRegistry(registry_pb2_grpc.AdapterRegistryServiceServicer):
             raise self.base_model_error
         self.base_models.append(request)
         return registry_pb2.RegisterBaseModelResponse(created=True)
+
+    async def ReportReplicaState(self, request: Any, context: Any) -> Any:  # noqa: N802 - the RPC's name
+        if self.report_error is not None:
+            raise self.report_error
+        return registry_pb2.ReportReplicaStateResponse()
 
     async def _send_raw_details(self, context: Any) -> None:
         if self.raw_details is not None:

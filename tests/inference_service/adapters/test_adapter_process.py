@@ -30,6 +30,7 @@ from inference_service.types import (
     Acquired,
     AcquireFailed,
     AdapterResponse,
+    BlendPart,
     EngineStarted,
     PreparedAdapter,
     Release,
@@ -42,6 +43,7 @@ from shared.errors import (
     AdapterInvalid,
     AdapterMemory,
     AdapterNotFound,
+    BaseModelConflict,
     CredentialNotAllowed,
     DigestMismatch,
     RegistryUnavailable,
@@ -62,6 +64,7 @@ from tests.inference_service.adapters.small_adapters import (
 from tests.shared.sources.fault_proxy import Fault
 
 ARENA_BYTES = 64 << 10
+WEIGHTS_ONE, WEIGHTS_TWO = "sha256:" + "1" * 64, "sha256:" + "2" * 64
 ROOT = Path(__file__).parents[3]
 
 
@@ -216,6 +219,32 @@ async def test_from_a_reference_to_a_blob_that_the_engine_reads(registry: FakeRe
     assert registry.base_models[0].fingerprint == BASE_MODEL.fingerprint
     assert replica.end_process() == 0
     assert list((replica.folder / "cache" / "work").iterdir()) == []
+
+
+async def test_with_the_weights_of_another_model_no_adapter_is_prepared(
+    folder: Path, registry: FakeRegistry, address: str
+) -> None:
+    """Not even one that a process before this one prepared, and not after the registry has gone away."""
+    _add(folder, registry, "a")
+    async with _running(folder, registry, address, weights_fingerprint=WEIGHTS_ONE) as replica:
+        await replica.client.prepare("default/a")
+        assert replica.end_process() == 0
+    error = BaseModelConflict(f"tiny is registered with weights_fingerprint {WEIGHTS_ONE}, not {WEIGHTS_TWO}")
+    registry.base_model_error = error
+    async with _running(folder, registry, address, weights_fingerprint=WEIGHTS_TWO) as replica:
+        blend = replica.client.prepare_blend([BlendPart("default/a", 1.0), BlendPart("default/b", 1.0)])
+        for asked in (replica.client.prepare("default/a"), blend):
+            with pytest.raises(BaseModelConflict, match=f"{WEIGHTS_ONE}, not {WEIGHTS_TWO}.*--model-name"):
+                await asked
+        assert error.message in (await replica.client.stats()).base_model_conflict
+        assert "BASE_MODEL_CONFLICT: " in replica.log_text
+    await registry.stop()
+    async with _running(folder, registry, address, weights_fingerprint=WEIGHTS_TWO) as replica:
+        with pytest.raises(RegistryUnavailable):
+            await replica.client.prepare("default/a")
+    async with _running(folder, registry, address, weights_fingerprint=WEIGHTS_ONE) as replica:
+        assert (await replica.client.prepare("default/a")).tier == "disk"
+    await registry.start()
 
 
 async def test_resolve_fetches_nothing_and_drop_says_what_it_frees(registry: FakeRegistry, replica: _Replica) -> None:

@@ -13,7 +13,7 @@ from inference_service.adapters.blend import blend_of
 from inference_service.types import BlendPart, BlobLayout
 from shared.adapter_format.files import CONFIG, WEIGHTS
 from shared.base_model import MODULES, linear_shape, module_path
-from shared.errors import AdapterNotFound, InvalidArgument, UnsupportedAdapter
+from shared.errors import AdapterNotFound, DigestMismatch, InvalidArgument, SourceNotFound, UnsupportedAdapter
 from tests.inference_service.adapters.small_adapters import MODEL, decoded, flip_a_bit, version_of, write_adapter
 from tests.inference_service.adapters.test_loader import Bench, running
 
@@ -170,13 +170,35 @@ async def test_what_cannot_be_blended_names_the_part(tmp_path: Path) -> None:
         twice = await error(("a", 1), ("wide", 1), ("same", 1))
         assert isinstance(twice, InvalidArgument)
         assert twice.violations[0].field == "blend[2].reference"
+        assert twice.violations[0].description == "has the same content as blend[0]; add their weights up"
         ranks = await error(("a", 1), ("wide", 1))
         assert isinstance(ranks, UnsupportedAdapter)
         assert ranks.metadata == {"field": "blend", "rank": "514"}
         activated = await error(("a", 1), ("activated", 1))
         assert isinstance(activated, UnsupportedAdapter)
         assert "activated" in str(activated)
+        assert activated.message.startswith("blend[1]: ")
+        assert activated.metadata["field"] == "blend[1]"
         assert not bench.loader.stats().loads_in_flight
+
+
+async def test_a_part_whose_source_or_content_is_wrong_is_named(tmp_path: Path) -> None:
+    async with running(tmp_path, host_bytes=8 << 20) as bench:
+        for name in ("a", "gone", "changed"):
+            bench.add(name)
+            bench.known[name] = version_of(tmp_path / "root" / name, name)
+        (tmp_path / "root" / "gone" / WEIGHTS).unlink()
+        changed = tmp_path / "root" / "changed" / WEIGHTS
+        changed.write_bytes(changed.read_bytes()[:-1] + b"x")
+        for name, kind in (("gone", SourceNotFound), ("changed", DigestMismatch)):
+            with pytest.raises(kind) as caught:
+                await bench.loader.prepare_blend([BlendPart("default/a", 1), BlendPart(f"default/{name}", 1)])
+            assert caught.value.message.startswith(f"blend[1]: {WEIGHTS} in file://root/{name}")
+            assert "restore what" in caught.value.message.partition("; ")[2]
+            assert caught.value.metadata["field"] == "blend[1]"
+            with pytest.raises(kind) as alone:
+                await bench.loader.prepare(f"default/{name}")
+            assert "blend" not in alone.value.message
 
 
 async def test_a_weight_beyond_the_dtypes_range_is_named(tmp_path: Path) -> None:

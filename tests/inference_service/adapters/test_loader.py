@@ -17,8 +17,9 @@ from inference_service.adapters.resolution import ResolvedVersion
 from inference_service.adapters.staging import Packing, Tiers, Workers
 from inference_service.adapters.store import HostStore
 from inference_service.stats import LoadInFlight
+from inference_service.types import BlendPart
 from shared.adapter_format.files import WEIGHTS
-from shared.errors import AdapterMemory, DigestMismatch
+from shared.errors import AdapterMemory, BaseModelConflict, DigestMismatch
 from shared.sources.policy import SourcePolicy
 from shared.sources.resolver import PinnedSource, Source, SourceFile, open_source
 from tests.inference_service.adapters.small_adapters import MODEL, flip_a_bit, version_of, write_adapter
@@ -78,6 +79,7 @@ class Bench:
         self.fetcher = Fetcher(self.cache, SourcePolicy({"root": folder / "root"}), self._open)
         self.workers = Workers(ThreadPoolExecutor(8), ThreadPoolExecutor(2), ThreadPoolExecutor(2))
         self.revision, self.lag, self.heard_at = 7, 0, None
+        self.base_model_conflict: BaseModelConflict | None = None
         tiers = Tiers(self.cache, HostStore(host_bytes), memoryview(bytearray(host_bytes)))
         self.loader = AdapterLoader(self, self.fetcher, tiers, Packing(MODEL, dtype), self.workers)
 
@@ -205,3 +207,28 @@ async def test_text_files_are_told_and_read_wherever_they_are_now(tmp_path: Path
         with pytest.raises(DigestMismatch) as caught:
             await bench.loader.read_texts(prepared.digest)
         assert caught.value.metadata["file"] == "chat_template.jinja"
+
+
+async def test_nothing_is_prepared_for_another_base_model_than_the_registry_s(tmp_path: Path) -> None:
+    """Neither what is new here nor what was staged before; an operator can still unload that."""
+    async with running(tmp_path) as bench:
+        known, new = bench.add("known"), bench.add("new")
+        await bench.loader.prepare("default/known")
+        bench.base_model_conflict = BaseModelConflict("another tiny", metadata={"base_model": "baseModels/tiny"})
+        for asked in (
+            bench.loader.prepare("default/known"),
+            bench.loader.prepare("default/new"),
+            bench.loader.prepare_blend([BlendPart("default/known", 0.5), BlendPart("default/new", 0.5)]),
+            bench.loader.acquire(known.digest),
+        ):
+            with pytest.raises(BaseModelConflict, match="another tiny") as caught:
+                await asked
+            assert caught.value.metadata == {"base_model": "baseModels/tiny"}
+        assert not bench.cache.has(new.digest)
+        stats = bench.loader.stats()
+        assert (stats.base_model_conflict, stats.failures) == ("another tiny", {"BASE_MODEL_CONFLICT": 4})
+        assert await bench.loader.resolve("default/known") == known.digest
+        bench.base_model_conflict = None
+        for name, version in (("known", known), ("new", new)):
+            assert (await bench.loader.prepare(f"default/{name}")).digest == version.digest
+        assert bench.loader.stats().base_model_conflict == ""

@@ -2,16 +2,27 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 from google.rpc import status_pb2
 
-from inference_service.adapters.registry_client import BaseModelFacts, RegistryClient
+from inference_service.adapters import registration
+from inference_service.adapters.registration import BaseModelFacts
+from inference_service.adapters.registry_client import RegistryClient
 from inference_service.adapters.resolution import ResolvedVersion
+from loraplex.registry.v1 import registry_pb2
 from loraplex.registry.v1.registry_pb2_grpc import add_AdapterRegistryServiceServicer_to_server
-from shared.errors import AdapterNotFound, BaseModelConflict, BaseModelMismatch, Internal, RegistryUnavailable
+from shared.errors import (
+    AdapterNotFound,
+    BaseModelConflict,
+    BaseModelMismatch,
+    BaseModelUnknown,
+    Internal,
+    RegistryUnavailable,
+)
 from shared.grpc_server import create_server
 from tests.inference_service.adapters.fake_registry import FakeRegistry
 from tests.inference_service.adapters.small_adapters import BASE_MODEL, version_of, write_adapter
@@ -239,6 +250,93 @@ async def test_a_refused_base_model_is_a_state(
     await _eventually(has_state)
     assert ("tiny" in caplog.text) == (state != "unreachable")
     task.cancel()
+
+
+CONFLICT = BaseModelConflict(
+    "base model tiny is registered with weights_fingerprint sha256:theirs, not sha256:weights",
+    metadata={"base_model": "baseModels/tiny"},
+)
+
+
+async def test_a_conflict_says_whose_fingerprints_differ_and_ends_when_the_base_model_is_taken(
+    registry: FakeRegistry,
+    client: RegistryClient,
+    version: ResolvedVersion,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(registration, "_SETTLED_DELAY", 0.05)
+    registry.add("default/a", version)
+    registry.base_model_error = CONFLICT
+    async with _registering(client):
+        await client.resolve("default/a")
+        conflict = client.base_model_conflict
+        assert conflict is not None, "known before the first answer"
+        for told in ("sha256:theirs", "sha256:weights", "--model-name"):
+            assert told in conflict.message
+        served = {"served_fingerprint": BASE_MODEL.fingerprint, "served_weights_fingerprint": "sha256:weights"}
+        assert conflict.metadata == {"base_model": "baseModels/tiny", **served}
+        assert "BASE_MODEL_CONFLICT" in caplog.text
+        await registry.stop()
+        await _eventually(lambda: _is(client.registration == "unreachable"))
+        assert client.base_model_conflict is not None, "nobody has said that it has ended"
+        registry.base_model_error = None
+        await registry.start()
+        await _eventually(lambda: _is(client.base_model_conflict is None))
+        assert client.registration == "registered"
+
+
+async def test_a_conflict_is_known_before_the_first_answer_of_a_registry_that_was_away(
+    registry: FakeRegistry,
+    client: RegistryClient,
+    clock: _Clock,
+    version: ResolvedVersion,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registration, "_FIRST_DELAY", 30.0)  # a new attempt is far off
+    registry.add("default/a", version)
+    registry.base_model_error = CONFLICT
+    await registry.stop()
+    async with _registering(client):
+        with pytest.raises(RegistryUnavailable):
+            await client.resolve("default/a")
+        assert (client.registration, client.base_model_conflict) == ("unreachable", None)
+        await registry.start()
+        clock.now += 10  # so that the failure is forgotten
+        await _eventually(lambda: _resolves(client, clock, "default/a"))
+        assert client.base_model_conflict is not None
+
+
+async def test_a_registry_that_has_lost_its_database_is_told_the_base_model_at_once(
+    registry: FakeRegistry, client: RegistryClient
+) -> None:
+    registry.report_error = BaseModelUnknown("base model tiny is not registered")
+    async with _registering(client):
+        await _eventually(lambda: _is(client.registration == "registered"))
+        with pytest.raises(BaseModelUnknown):
+            await client.report(registry_pb2.ReportReplicaStateRequest(replica="r", base_model="tiny"))
+        await _eventually(lambda: _is(len(registry.base_models) == 2))
+
+
+@asynccontextmanager
+async def _registering(client: RegistryClient) -> AsyncIterator[None]:
+    task = asyncio.create_task(client.keep_registered(FACTS))
+    await asyncio.sleep(0)
+    yield
+    task.cancel()
+
+
+async def _is(condition: bool) -> bool:
+    return condition
+
+
+async def _resolves(client: RegistryClient, clock: _Clock, reference: str) -> bool:
+    try:
+        await client.resolve(reference)
+    except RegistryUnavailable:
+        clock.now += 10
+        return False
+    return True
 
 
 async def test_an_idle_connection_outlives_its_pings(version: ResolvedVersion) -> None:

@@ -7,10 +7,19 @@ from collections.abc import AsyncIterator, Set
 import pytest
 
 from inference_service.adapters import residency as residency_module
-from inference_service.adapters.residency import HeldState, Residency, Wanted, wanted_versions
+from inference_service.adapters.registration import SERVED_FINGERPRINT
+from inference_service.adapters.residency import HeldState, Residency
+from inference_service.adapters.wanted import Wanted, wanted_versions
 from inference_service.types import PinOwner, PreparedAdapter, ResidentAdapter
 from loraplex.registry.v1 import registry_pb2, resources_pb2
-from shared.errors import AdapterInvalid, AdapterMemory, EngineUnavailable, LoraplexError, SourceUnavailable
+from shared.errors import (
+    AdapterInvalid,
+    AdapterMemory,
+    BaseModelConflict,
+    EngineUnavailable,
+    LoraplexError,
+    SourceUnavailable,
+)
 
 ON_DEMAND, PRELOAD, PINNED = 1, 2, 3
 SIZE = 100
@@ -64,6 +73,7 @@ class _Replica:
         self.room = 10 * SIZE
         self.errors: dict[str, LoraplexError] = {}
         self.calls: Counter[str] = Counter()
+        self.base_model_conflict: BaseModelConflict | None = None
         self.is_up = True
         self.gate = asyncio.Event()
         self.gate.set()
@@ -91,6 +101,8 @@ class _Replica:
         assert prepare_seconds >= 0
         self.calls[f"load {digest}"] += 1
         await self.load_gate.wait()
+        if pinned and (error := self.errors.get("pin")):
+            raise error
         self.gpu[digest] = pinned
 
     async def keep_pins(self, digests: Set[str]) -> None:
@@ -343,3 +355,60 @@ async def test_adapters_of_one_content(residency: Residency, replica: _Replica) 
     assert replica.gpu == {digest_of("a", 1): True}
     residency.changed(change("a", ON_DEMAND))
     await _until(lambda: replica.gpu.get(digest_of("a", 1)) is not True)
+
+
+async def test_a_pinned_one_is_not_there_until_it_is_on_the_device(residency: Residency, replica: _Replica) -> None:
+    """In host memory is enough for a preloaded one only. What failed is told as long as it fails, not its retries."""
+    replica.errors["pin"] = AdapterMemory("pinned adapters fill the arena")
+    replica.room = 0
+    pinned, preloaded = digest_of("pin", 1), digest_of("pre", 1)
+    residency.changed(change("pin", PINNED))
+    residency.changed(change("pre", PRELOAD))
+    residency.complete(1)
+    assert await residency.settle(5)
+    assert replica.host == {pinned, preloaded}
+    replica.load_gate.clear()  # in the midst of a retry
+    for _ in range(2):
+        tried = replica.calls[f"load {pinned}"]
+        states = {pinned: HeldState("FAILED", reason="ADAPTER_MEMORY"), preloaded: HeldState("HOST")}
+        assert await residency.states() == states
+        await _until(lambda tried=tried: replica.calls[f"load {pinned}"] > tried)
+        replica.load_gate.set()
+    replica.errors.clear()
+    await _until(lambda: replica.gpu == {pinned: True})
+    assert await residency.states() == {pinned: HeldState("GPU", pinned=True), preloaded: HeldState("HOST")}
+
+
+async def test_a_preloaded_one_that_is_pinned_later_is_not_there_on_the_host(
+    residency: Residency, replica: _Replica
+) -> None:
+    replica.room = 0
+    residency.changed(change("a", PRELOAD))
+    residency.complete(1)
+    assert await residency.settle(5)
+    replica.gate.clear()
+    residency.changed(change("a", PINNED))
+    await _until(lambda: replica.calls["prepare default/a@1"] == 2)
+    assert await residency.states() == {digest_of("a", 1): HeldState("FAILED", reason="FETCHING")}
+
+
+async def test_nothing_is_wanted_of_a_registry_with_another_base_model(residency: Residency, replica: _Replica) -> None:
+    pinned, preloaded = digest_of("pin", 1), digest_of("pre", 1)
+    residency.changed(change("pin", PINNED))
+    residency.changed(change("pre", PRELOAD))
+    residency.complete(1)
+    assert await residency.settle(5)
+    replica.base_model_conflict = BaseModelConflict("another tiny", metadata={SERVED_FINGERPRINT: "sha256:own"})
+    await _until(lambda: not any(replica.gpu.values()))
+    replica.gpu.clear()
+    calls = replica.calls.copy()
+    residency.changed(change("new", PINNED))
+    await _until(lambda: replica.on_disk == set())
+    failed = HeldState("FAILED", reason="BASE_MODEL_CONFLICT")
+    expected = dict.fromkeys([pinned, preloaded, digest_of("new", 1), "sha256:own"], failed)
+    await asyncio.sleep(0.1)
+    assert await residency.states() == expected
+    assert await residency.settle(5), "readiness does not wait for what does not come"
+    assert replica.calls == calls
+    replica.base_model_conflict = None
+    await _until(lambda: replica.gpu == {pinned: True, digest_of("new", 1): True, preloaded: False})

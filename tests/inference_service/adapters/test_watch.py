@@ -316,6 +316,23 @@ async def test_a_watch_is_resumed_where_it_broke_off(
     assert registry.calls["default/a"] == 2
 
 
+async def test_a_registry_that_drains_is_no_alarm_and_none_after_it_is_one(
+    registry: FakeRegistry, client: RegistryClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    registry.tell(6, is_complete=True, token="six")
+    await _heard(client, 6)
+    registry.to_watchers.put_nowait(Draining("this registry ends"))
+    await _requests(registry, 2)
+    assert "this registry ends" in caplog.text
+    assert "not watched" not in caplog.text
+    registry.to_watchers.put_nowait(RegistryUnavailable("its database is away"))
+    await _requests(registry, 3)
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "adapters are not watched" in warning
+    assert "its database is away" in warning
+
+
 async def test_where_it_cannot_be_resumed_every_answer_is_asked_for_again(
     registry: FakeRegistry,
     client: RegistryClient,

@@ -30,6 +30,7 @@ MISTAKES = {
     "torch.save": (torch_saved(), "is a zip archive, as torch.save writes", "safe_serialization=True"),
     "old torch.save": (torch_saved(_use_new_zipfile_serialization=False), "is a pickle", "safe_serialization=True"),
     "newer pickle": (pickle.dumps([1] * 9, protocol=5), "is a pickle", "safe_serialization=True"),
+    "gguf": (b"GGUF\x03\0\0\0" + b"\0" * 16, "is a GGUF file, which llama.cpp reads", "as PEFT saved it"),
     "gzip": (b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03", "is compressed with gzip", "unpack it"),
 }
 

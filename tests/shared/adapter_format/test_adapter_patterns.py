@@ -115,6 +115,28 @@ def test_malformed_patterns(source):
     assert caught.value.metadata == {"key": "key"}
 
 
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("(?i)q_proj", "holds '(?i)q_proj', whose flags PEFT cannot load: it puts the pattern behind a prefix; remove"),
+        ("q_proj)", "holds 'q_proj)', no regular expression: unbalanced parenthesis at position 6; correct it"),
+        ("[q", "holds '[q', no regular expression: unterminated character set at position 0; correct it"),
+    ],
+)
+def test_what_is_wrong_is_told_of_the_pattern_itself(source, said):
+    """Not of what PEFT builds around it, which fails."""
+    with pytest.raises(re.error):
+        re.compile(PEFT_FORM.replace("{}", source))
+    with pytest.raises(AdapterInvalid, match=re.escape(f"adapter_config.json: rank_pattern {said}")):
+        NamePattern(source, "rank_pattern", PEFT_FORM, whole=False)
+
+
+def test_flags_that_would_load_are_not_served():
+    for source in ("(?i)a", "(?i:a)"):
+        with pytest.raises(UnsupportedAdapter, match=r"inline flags in .* are not supported; spell the letters out"):
+            NamePattern(source, "target_modules")
+
+
 @pytest.mark.parametrize("source", [r"(a)\1", "(?i)a", "(?i:a)", "(?>a)", "a*+", "(a)?(?(1)b|c)"])
 def test_patterns_beyond_regular_ones(source):
     with pytest.raises(UnsupportedAdapter) as caught:

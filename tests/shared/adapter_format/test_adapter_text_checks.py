@@ -46,6 +46,11 @@ def warnings(files, vocab_size=32):
         ({CONFIG: config(chat_template={"default": LOOP})}, CONFIG, "must be a string or a list"),
         ({CONFIG: config(chat_template=[{"name": "default", "template": "{%"}])}, CONFIG, "is not a template"),
         ({MAP: b'"x"'}, MAP, "must be a JSON object"),
+        ({CONFIG: config(eos_token=5)}, CONFIG, "eos_token is 5, which is no token's text; register the adapter with"),
+        ({CONFIG: config(pad_token=False)}, CONFIG, "pad_token is false, which is no token's text"),
+        ({CONFIG: config(bos_token={"content": 5})}, CONFIG, 'bos_token is {"content": 5}, which is no token\'s text'),
+        ({CONFIG: b"{}", MAP: config(eos_token=["</s>"])}, MAP, "which is no token's text"),
+        ({TOKENIZER: b"\xef\xbb\xbf" + tokenizer()}, TOKENIZER, "begins with a byte order mark"),
         ({JINJA: b"{% for m in messages %}"}, JINJA, "the chat template is not a template"),
         ({JINJA: b"{% for m in messages %}", CONFIG: config(chat_template=LOOP)}, JINJA, "is not a template"),
         ({JINJA: b"\n"}, JINJA, "the chat template is empty"),
@@ -71,6 +76,8 @@ def test_what_can_never_work_names_its_file(files, file, problem):
         {CONFIG: config(eos_token="</s>")},  # what the base model's tokenizer knows is not known here
         {JINJA: LOOP.encode(), CONFIG: config(chat_template="{% never read")},
         {JINJA: b"<|im_start|>{{ messages }}"},
+        {CONFIG: config(pad_token=None, add_bos_token=True, image_token=5)},  # transformers reads seven by name
+        {CONFIG: config(added_tokens_decoder={}), MAP: config(eos_token=5)},  # and this map not, where it is listed so
     ],
 )
 def test_what_works_is_not_doubted(files):

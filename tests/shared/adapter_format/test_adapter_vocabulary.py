@@ -63,7 +63,7 @@ def test_the_ids_that_a_file_gives_added_tokens_do_not_count():
     ],
 )
 def test_what_is_no_tokenizer_for_the_library_either(data):
-    with pytest.raises(AdapterInvalid, match="is not a tokenizer") as caught:
+    with pytest.raises(AdapterInvalid, match=r"is not a tokenizer|byte order mark") as caught:
         read_vocabulary(data)
     assert caught.value.metadata == {"file": "tokenizer.json"}
     with pytest.raises(ValueError, match="Cannot instantiate Tokenizer"):

@@ -62,7 +62,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def error(self, status: int, code: str, message: str) -> None:
         self.answer(status, json.dumps({"error": message}).encode(), X_Error_Code=code, X_Error_Message=message)
@@ -82,6 +83,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Hub(_Handler):
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
@@ -89,6 +93,8 @@ class _Hub(_Handler):
             if match[1] in self.hub.moved:
                 return self.answer(307, Location=path.replace(match[1], self.hub.moved[match[1]]))
             return self._info(match[1], unquote(match[2] or "main"))
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", path):
+            return self._tree(match[1], match[2])
         if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self._resolve(match[1], unquote(match[2]), unquote(match[3]))
         return self.error(404, "EntryNotFound", "Not Found")
@@ -121,6 +127,15 @@ class _Hub(_Handler):
         gated = "manual" if repo.is_gated else False
         info = {"_id": "1", "id": name, "sha": sha, "private": repo.is_private, "gated": gated, "siblings": siblings}
         return self.answer(200, json.dumps(info).encode(), Content_Type="application/json")
+
+    def _tree(self, name: str, sha: str) -> None:
+        if (repo := self._repo(name)) is None:
+            return None
+        entries = [
+            {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+            for path, content in repo.commits[sha].items()
+        ]
+        return self.answer(200, json.dumps(entries).encode(), Content_Type="application/json")
 
     def _resolve(self, name: str, revision: str, path: str) -> None:
         if (repo := self._repo(name)) is None:

@@ -66,6 +66,26 @@ def test_any_file_name_survives_pinning(root):
     assert open_source("file://main/%FF %25?#é", {"main": root}).pin().uri == uri
 
 
+def test_each_refusal_says_what_to_do(root, tmp_path):
+    os.mkfifo(root / "deep" / "adapter" / "fifo")
+    (tmp_path / "secret").write_bytes(b"")
+    (root / "deep" / "adapter" / "link").symlink_to(tmp_path / "secret")
+    for uri, name, said in [
+        ("file://main/deep/adapter", "fifo", "fifo is not a regular file; put the file itself there"),
+        ("file://main/deep/adapter", "link", "link is a symbolic link that leaves the file root; put the file itself "),
+        ("file://main/deep/adapter", "no", "does not exist; correct the URI, or restore what it names"),
+        ("file://main/no", "", "file://main/no does not exist; correct the URI, or restore what it names"),
+        ("file://main/a/../b", "", "may not contain '..'; write the path without it"),
+        ("file://other/a", "", "no file root is called 'other'; write file://ROOT/path with one of the roots main"),
+        ("file:///etc", "", "below one of the file roots; write file://ROOT/path with one of the roots main"),
+    ]:
+        with pytest.raises((SourceForbidden, SourceNotFound)) as caught:
+            open_source(uri, {"main": root}).open(name)
+        assert said in caught.value.message
+    with pytest.raises(SourceForbidden, match="; start the service with --file-root NAME=DIR"):
+        open_source("file://other/a", {})
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "sub/x", "/etc/passwd", "a\0"])
 def test_names_that_are_no_plain_files(root, name):
     source = open_source("file://main/deep/adapter", {"main": root})

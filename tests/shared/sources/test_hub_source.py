@@ -101,13 +101,21 @@ def test_what_is_missing_and_what_is_closed_are_told_apart(server: HubServer) ->
     server.repos["org/private"].commit(FILES)
     server.repos["org/gated"] = Repo(is_gated=True)
     server.repos["org/gated"].commit(FILES)
+    server.repos["org/empty"] = Repo()
     server.repos["org/disabled"] = Repo(is_disabled=True)
     good = f"value:{TOKEN}"
     for uri, secret, error, said in [
         ("hf://org/nosuch", "none", SourceNotFound, "does not exist, or it is private"),
         ("hf://org/nosuch", good, SourceNotFound, "does not exist, or it is private"),
         ("hf://org/private", "none", SourceNotFound, "does not exist, or it is private"),
-        ("hf://org/repo@nosuch", "none", SourceNotFound, "no revision nosuch"),
+        ("hf://org/repo@nosuch", "none", SourceNotFound, "no revision nosuch; name a branch"),
+        (
+            "hf://org/repo@feat/y",
+            "none",
+            SourceNotFound,
+            "no revision feat; .* write its / as %2F: hf://org/repo@feat%2Fy",
+        ),
+        ("hf://org/empty", "none", SourceNotFound, "has no branch main; name .*: hf://org/empty@REVISION"),
         ("hf://org/disabled", good, SourceForbidden, "403"),
         ("hf://org/repo", "value:hf_wrong", SourceForbidden, "401"),
     ]:
@@ -122,7 +130,7 @@ def test_what_is_missing_and_what_is_closed_are_told_apart(server: HubServer) ->
     with pytest.raises(SourceNotFound) as caught:
         opened(server, "hf://org/repo").open("nosuch.txt")
     assert caught.value.metadata == {"uri": "hf://org/repo", "file": "nosuch.txt"}
-    with pytest.raises(SourceNotFound, match="no revision"):
+    with pytest.raises(SourceNotFound, match=r"no revision 0{40} any more; restore"):
         opened(server, "hf://org/repo", revision="0" * 40).open("adapter_config.json")
 
 
