@@ -67,10 +67,18 @@ def run(config: InferenceConfig, outlets: Outlets) -> tuple[int, str]:
     check_settings(config, base, engine_config(config, base))
     host_arena = _host_arena(config)
     with run_folder() as folder, _feed(config, base.model_id, folder) as feed:
-        hangs = HangPolicy(config.hang_timeout, {"engine": feed.ask_engine, "adapters": feed.ask_adapters})
+        asks = {"engine": feed.ask_engine, "adapters": feed.ask_adapters}
+        hangs = HangPolicy(_hang_timeout(config, base.device), asks)
         supervisor = Supervisor(child_specs(config, base, folder, host_arena), outlets, observer=feed, hangs=hangs)
         code = asyncio.run(supervisor.run())
     return code, "" if supervisor.failure is None else f"error: {supervisor.failure}"
+
+
+def _hang_timeout(config: InferenceConfig, device: str) -> float:
+    """Seconds; far above the longest step."""
+    if config.hang_timeout is not None:
+        return config.hang_timeout
+    return 60.0 if device == "cuda" else 300.0
 
 
 @contextmanager

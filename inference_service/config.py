@@ -184,9 +184,10 @@ class InferenceConfig(AccessSettings, LimitSettings):
         "seconds that readiness waits for adapters that are to be PRELOADed or PINNED; 0: it does not",
         check=_is_limit,
     )
-    hang_timeout: float = _setting(
-        60.0,
-        "seconds after which a process that is ready and answers nothing is killed and started again; 0: never",
+    hang_timeout: float | None = _setting(
+        None,
+        "seconds after which a process that is ready and answers nothing is killed and started again; 0: never; "
+        "unset: 60 on a GPU, 300 on CPUs, whose steps may take long",
         check=_is_hang_timeout,
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least severe level to log")
