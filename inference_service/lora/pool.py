@@ -35,8 +35,7 @@ class AdapterPool:
         acquire_blob: Asks for a digest's blob in the host arena; answered by `on_acquired` or `on_acquire_failed`.
         release_blob: Gives such a blob back. Called once for every `on_acquired`.
         clock: Seconds, monotonic.
-        failure_seconds: How long a failure is remembered, unless the error names a longer time; want of memory only
-            as long as the error says.
+        failure_seconds: How long a failure is remembered whose error does not name a time to try again.
     """
 
     def __init__(

@@ -17,8 +17,7 @@ class AdapterTable:
         arena: Copies and clears.
         release_blob: Gives a blob in the host arena back.
         clock: Seconds, monotonic.
-        failure_seconds: How long a failure is remembered, unless the error names a longer time; want of memory only
-            as long as the error says.
+        failure_seconds: How long a failure is remembered whose error does not name a time to try again.
     """
 
     def __init__(
@@ -61,8 +60,7 @@ class AdapterTable:
         self.counters.failures[error.reason] += 1
         adapter.state = AdapterState.FAILED
         adapter.error = error
-        at_least = 0.0 if is_for_now(error) else self._failure_seconds
-        adapter.forget_at = now + max(at_least, error.retry_after or 0.0)
+        adapter.forget_at = now + (self._failure_seconds if error.retry_after is None else error.retry_after)
 
     def may_try_again(self, adapter: Adapter) -> bool:
         """Whether a FAILED one could be loaded now."""

@@ -17,7 +17,7 @@ from loraplex.registry.v1 import registry_pb2, registry_pb2_grpc
 from registry_service import migrations
 from shared.errors import Draining, Unavailable
 from shared.status import from_rpc_error
-from tests.e2e.replicas import balanced_channel, client_of
+from tests.e2e.replicas import RECONNECTED_SECONDS, balanced_channel, client_of
 from tests.e2e.tiny_stack import BASE, TinyWorld, register_content
 from tests.e2e.traffic import PATIENCE_SECONDS, Traffic, ask, long_streams
 from tests.registry_service.embedded_postgres import embedded_postgres
@@ -50,6 +50,7 @@ async def test_inference_replicas(world: TinyWorld, tmp_path: Path) -> None:
                 await traffic.answers(20)
                 await replica.start()
                 await replica.ready(120)
+                await asyncio.sleep(RECONNECTED_SECONDS)
                 await traffic.answers(20)
                 print(f"{replica.address} drained in {seconds:.2f} s and was back {time.monotonic() - stopping:.1f} s")
         assert traffic.truncated == 0
@@ -171,6 +172,7 @@ async def _roll(world: TinyWorld, registries: list[ServerProcess]) -> None:
                 await callers.more(100, 5)
                 await registry.start()
                 await registry.ready(60)
+                await asyncio.sleep(RECONNECTED_SECONDS)
                 await callers.more(100, 5)
                 print(f"{registry.address} drained in {seconds:.2f} s, back {time.monotonic() - stopping:.1f} s")
         for watcher in watchers:

@@ -82,8 +82,8 @@ class Bench:
         found = tuple(ChunkLayout(i, i * units * UNIT, units * UNIT, ()) for i in range(chunks))
         self.pool.on_acquired(Acquired(digest, 0, BlobLayout(chunks * units * UNIT, 8, "float32", found)))
 
-    def fail(self, digest: str) -> None:
-        error = SourceUnavailable("the bucket does not answer", retry_after=7.0)
+    def fail(self, digest: str, retry_after: float | None = 7.0) -> None:
+        error = SourceUnavailable("the bucket does not answer", retry_after=retry_after)
         self.pool.on_acquire_failed(AcquireFailed(digest, error.record()))
 
     def ready(self, digest: str, units: int = 2, pinned: bool = False) -> None:
@@ -159,6 +159,18 @@ def test_a_failure_is_remembered_and_then_tried_again(bench: Bench) -> None:
     bench.answer("a")
     pool.poll()
     assert pool.state("a") is COPYING
+
+
+@pytest.mark.parametrize(("retry_after", "seconds"), [(0.5, 0.5), (1.0, 1.0), (7.0, 7.0), (None, 5.0)])
+def test_a_failure_is_remembered_as_long_as_callers_are_told_to_wait(
+    bench: Bench, retry_after: float | None, seconds: float
+) -> None:
+    bench.pool.require("a")
+    bench.fail("a", retry_after)
+    bench.now += seconds - 0.01
+    assert bench.pool.require("a") is FAILED
+    bench.now += 0.02
+    assert bench.pool.require("a") is ACQUIRING
 
 
 def test_old_failures_are_forgotten(bench: Bench) -> None:
