@@ -156,4 +156,4 @@ def test_the_same_request_is_measured_under_the_names_of_genai(traced: Traced) -
     assert (total.bounds[0], total.bounds[-1]) == (0.01, 81.92), "those that the conventions advise"
     timings = traced.finished.timings
     assert 0 < first.sum <= timings.first_token_seconds <= timings.total_seconds <= total.sum
-    assert 0 < 3 * further.sum <= total.sum - first.sum
+    assert 0 <= 3 * further.sum <= total.sum - first.sum  # 0: they came together

@@ -79,6 +79,7 @@ async def test_a_change_that_deleted_a_version_says_which(registry, folders, wat
         await registry("DeleteAdapterVersion", name=f"a@{number}")
         adapter = {"name": "a", "description": str(number)}
         await registry("UpdateAdapter", adapter=adapter, update_mask={"paths": ["description"]})
+        await live.until(2 * number)
     for found in (live, watch(resume_token=token)):
         await found.until(4)
         assert [change.deleted_version for change in found.changes] == [1, 0, 2, 0]
