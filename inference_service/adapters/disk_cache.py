@@ -23,6 +23,7 @@ from pathlib import Path
 from threading import Lock
 
 from inference_service.adapters.names import AdapterNames
+from inference_service.lora.limits import PINNED_RETRY_SECONDS
 from shared.digest import FileEntry, manifest_digest
 from shared.errors import AdapterMemory, InvalidArgument
 
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 _HEX = re.compile(r"[0-9a-f]{64}")
 _PREFIX = "sha256:"
 BUSY_RETRY_SECONDS = 1.0
-PINNED_RETRY_SECONDS = 5.0  # nothing tells when somebody lets go
 _NO_FOLDER = (errno.ENOTDIR, errno.EACCES, errno.ELOOP)
 
 

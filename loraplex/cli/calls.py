@@ -44,7 +44,6 @@ def run(
                 if is_foreign(error):
                     error.message = await _explanation(error, registry, server, timeout)
                     error.retry_after = None  # the explanation says what to do
-                    error.retry_after = None  # what no service has said
                 raise
 
     return asyncio.run(session())
