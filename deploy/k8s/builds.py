@@ -1,5 +1,6 @@
 """What is built from the manifests: every overlay, alone and with every component that goes with it."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -34,8 +35,8 @@ class Build(NamedTuple):
     def manifests(self) -> list[Manifest]:
         """As kustomize renders them. Raises BuildError."""
         wanted: dict[str, Any] = {
-            "resources": [f"../{self.overlay.relative_to(K8S)}"],
-            "components": [f"../components/{name}" for name in self.components],
+            "resources": [str(self.overlay)],
+            "components": [str(K8S / "components" / name) for name in self.components],
         }
         if (namespace := _kustomization(self.overlay).get("namespace")) is not None:
             wanted["namespace"] = namespace  # the overlay's own reaches nothing that is added above it
@@ -43,11 +44,16 @@ class Build(NamedTuple):
 
 
 def rendered(kustomization: Mapping[str, Any]) -> list[Manifest]:
-    """What kustomize makes of it in a folder beside `base`. Raises BuildError."""
-    with tempfile.TemporaryDirectory(dir=K8S, prefix=".build-") as folder:
-        # kustomize refuses absolute paths, so the folder lies among the manifests.
-        (Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(dict(kustomization)))
-        result = subprocess.run([str(KUBECTL), "kustomize", folder], capture_output=True, text=True)
+    """What kustomize makes of it, with `resources` and `components` given as whole paths. Raises BuildError."""
+    with tempfile.TemporaryDirectory(prefix="loraplex-build-") as created:
+        folder = Path(created).resolve()
+        # kustomize takes no whole paths, but those that go up out of the folder.
+        paths = {
+            key: [os.path.relpath(path, folder) for path in kustomization.get(key, [])]
+            for key in ("resources", "components")
+        }
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump({**kustomization, **paths}))
+        result = subprocess.run([str(KUBECTL), "kustomize", str(folder)], capture_output=True, text=True)
     if result.returncode:
         raise BuildError(result.stderr.strip())
     return list(yaml.safe_load_all(result.stdout))

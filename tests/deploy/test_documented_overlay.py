@@ -42,8 +42,10 @@ class Documented(NamedTuple):
 
 
 def documented() -> Documented:
-    """With paths as they are beside the base, and a digest."""
-    text = [block.replace("loraplex/deploy/k8s/", "../").replace("sha256:…", f"sha256:{64 * '0'}") for block in BLOCKS]
+    """With paths of this checkout, and a digest."""
+    text = [
+        block.replace("loraplex/deploy/k8s/", f"{K8S}/").replace("sha256:…", f"sha256:{64 * '0'}") for block in BLOCKS
+    ]
     return Documented(*map(yaml.safe_load, text))
 
 
@@ -60,7 +62,7 @@ def test_the_overlay_is_valid() -> None:
 
 def test_the_certificate_has_the_name_that_clients_are_told_to_use() -> None:
     overlay, _, tls, _ = documented()
-    overlay["components"].append("../components/tls")
+    overlay["components"].append(str(K8S / "components" / "tls"))
     overlay["patches"] += tls["patches"]
     manifests = rendered(overlay)
     assert [error for check in CHECKS for error in check(manifests)] == []
