@@ -67,7 +67,7 @@ test-slow: setup-dev model
 	$(BIN)/python -m pytest -m slow
 
 test-faults: setup-dev model
-	$(BIN)/python -m pytest -s -m 'slow or not slow' tests/e2e tests/registry_service/test_registry_kills.py
+	$(BIN)/python -m pytest -s --pause 0.05 -m 'slow or not slow' tests/e2e tests/registry_service/test_registry_kills.py
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from inference_service.types import READY_LINE, REPORT_PREFIX
+from inference_service.types import ALIVE_LINE, READY_LINE, REPORT_PREFIX
 from shared.errors import LoraplexError
 from shared.line_writer import LineWriter
 
@@ -69,6 +69,7 @@ class Child:
         self.last_words = ""
         self._process: asyncio.subprocess.Process | None = None
         self._relays: list[asyncio.Task[None]] = []
+        self._is_alive = asyncio.Event()  # it has answered since it was last asked
 
     @property
     def is_up(self) -> bool:
@@ -113,6 +114,12 @@ class Child:
         if self.spec.hears_events:
             self._write(json.dumps({"event": event}).encode() + b"\n")
 
+    async def answer(self) -> None:
+        """Ask it whether it still hears events; returns when it has said so."""
+        self._is_alive.clear()
+        self.tell("answer")
+        await self._is_alive.wait()
+
     def kill(self) -> None:
         """SIGKILL at once, for it hangs; who waits for its end sees to the rest. Not if it has ended meanwhile."""
         if self._process is not None and self._process.returncode is None:
@@ -151,6 +158,8 @@ class Child:
         """Pass its standard output on, but for the lines that are meant for the supervisor."""
         if line.strip() == READY_LINE:
             self.is_ready = True
+        elif line.strip() == ALIVE_LINE:
+            self._is_alive.set()
         elif line.startswith(REPORT_PREFIX):
             if self._on_report is not None:
                 self._on_report(line.removeprefix(REPORT_PREFIX))

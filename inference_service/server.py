@@ -35,7 +35,7 @@ from inference_service.served_model import ServedModel, load_served_model
 from inference_service.servicer import InferenceServicer
 from inference_service.texts import AdapterTexts
 from inference_service.token_rates import TokenRates
-from inference_service.types import EXIT_CONFIG, READY_LINE, EngineReady
+from inference_service.types import ALIVE_LINE, EXIT_CONFIG, READY_LINE, EngineReady
 from loraplex.inference.v1.control_pb2_grpc import add_AdapterControlServiceServicer_to_server
 from loraplex.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from shared import log as log_setup
@@ -194,13 +194,15 @@ async def _standard_input() -> asyncio.StreamReader:
 
 
 async def _follow_events(reader: asyncio.StreamReader, engine: EngineClient, adapters: AdapterClient) -> None:
-    """Pass on what the supervisor says; returns when it is gone."""
+    """Pass on what the supervisor says, and answer what it asks; returns when it is gone."""
     while line := await reader.readline():
         match msgspec.json.decode(line, type=Event).event:
             case "engine_down":
                 engine.engine_down()
             case "adapters_down":
                 adapters.adapters_down()
+            case "answer":
+                print(ALIVE_LINE, flush=True)
 
 
 async def run() -> None:

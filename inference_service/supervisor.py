@@ -43,7 +43,8 @@ class Observer(Protocol):
 class HangPolicy(NamedTuple):
     """A process that is up and does not answer for `timeout` seconds is killed; 0: never.
 
-    `asks`: what is asked of the processes of a role; others are not watched.
+    `asks`: what is asked of the process of a role. Others are asked as a child that hears events, and if they hear none
+    they are not watched.
     """
 
     timeout: float
@@ -98,8 +99,11 @@ class Supervisor:
         timeout, asks = self._hangs
         if timeout <= 0:
             return []
-        watched = [(child.spec.role, child) for child in self._children if child.spec.role in asks]
-        return [asyncio.create_task(watch(role, child, asks[role], timeout)) for role, child in watched]
+        watched = [child for child in self._children if child.spec.role in asks or child.spec.hears_events]
+        return [
+            asyncio.create_task(watch(child.spec.role, child, asks.get(child.spec.role, child.answer), timeout))
+            for child in watched
+        ]
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         """Nothing is kept running by a task that has failed, so the replica ends, and whoever started it hears why."""

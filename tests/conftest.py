@@ -35,6 +35,16 @@ settings.register_profile("same", derandomize=True, deadline=None, suppress_heal
 settings.load_profile("same")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--pause",
+        type=float,
+        default=0.2,
+        help="seconds between two requests of a line of the traffic beside faults; the shorter, the less of the machine"
+        " is left to the tests that run at the same time",
+    )
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Of the million objects that imports and thousands of tests leave, none is garbage: no collector looks at them."""

@@ -33,6 +33,7 @@ from inference_service.types.blobs import (
     Release,
 )
 from inference_service.types.children import (
+    ALIVE_LINE,
     EXIT_CONFIG,
     READY_LINE,
     REPORT_PREFIX,
@@ -82,6 +83,7 @@ from inference_service.types.wire import (
 )
 
 __all__ = [
+    "ALIVE_LINE",
     "EXIT_CONFIG",
     "MAX_LOGIT_BIASES",
     "MAX_LOGPROBS",

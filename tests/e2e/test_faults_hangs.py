@@ -11,9 +11,12 @@ from tests.e2e.processes import Role, processes_of
 from tests.e2e.tiny_stack import TinyWorld, register_content
 from tests.e2e.traffic import PATIENCE_SECONDS, ask, assert_is_of, at_last, long_streams, refusal
 
+# With which streams end that went through the process; the others go on.
+REASONS: dict[Role, str] = {"engine": "ENGINE_UNAVAILABLE", "api": "UNAVAILABLE"}
+
 
 @pytest.mark.slow  # the supervisor's own tests have it in a default run
-@pytest.mark.parametrize("role", ["engine", "adapters"])
+@pytest.mark.parametrize("role", ["engine", "adapters", "api"])
 async def test_a_frozen_process_is_replaced(world: TinyWorld, tmp_path: Path, role: Role) -> None:
     """Nobody watches this replica's metrics. A process that starts, and so does not answer yet, is let be."""
     flags = (f"--hang-timeout={LEAST_TIMEOUT}", "--metrics-listen=")
@@ -24,9 +27,9 @@ async def test_a_frozen_process_is_replaced(world: TinyWorld, tmp_path: Path, ro
         (frozen,) = processes_of(stack, role)
         frozen.suspend()
         psutil.wait_procs([frozen], timeout=PATIENCE_SECONDS)
-        if role == "engine":
+        if role in REASONS:
             for stream in streams:
-                assert (await refusal(stream.task)).reason == "ENGINE_UNAVAILABLE"
+                assert (await refusal(stream.task)).reason == REASONS[role]
         else:
             for stream in streams:
                 stream.task.cancel()

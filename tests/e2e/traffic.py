@@ -18,7 +18,7 @@ from tests.e2e.tiny_stack import PROMPTS, TinyWorld
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 60.0
-PAUSE_SECONDS = 0.2  # between two requests of a line of traffic, which leaves the machine to what is tested
+PAUSE_SECONDS = 0.2  # between two requests of a line of traffic; set by `--pause`
 LONG = 400  # tokens of a stream that is under way when something happens
 
 

@@ -240,6 +240,43 @@ async def test_a_process_that_stands_still_is_replaced_and_one_that_starts_is_no
     assert told == ["the engine process has not answered for 1.5 seconds; it is killed"]
 
 
+# Answers what it is asked, and has heard it.
+HEARING = """
+import os, sys
+sys.stdin.readline()
+print("ready", flush=True)
+for line in sys.stdin:
+    with open(sys.argv[1], "a") as file: file.write(f"{os.getpid()} {line}")
+    if "answer" in line: print("alive", flush=True)
+"""
+
+
+async def test_of_processes_of_one_role_the_one_that_hears_nothing_is_replaced(
+    tmp_path: Path, outlets: Outlets, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "ASK_SECONDS", 0.1)
+    logs = [tmp_path / "first", tmp_path / "second"]
+    api = [
+        ChildSpec(
+            "api", (sys.executable, "-S", "-c", HEARING, str(log)), b"", b"", stage=0, grace=5.0, hears_events=True
+        )
+        for log in logs
+    ]
+    ears = Ears()
+    running = asyncio.create_task(Supervisor(api, outlets, FAST, ears, HangPolicy(1.5, {})).run())
+    before = [(await lines(log, 2))[0].split()[0] for log in logs]
+    os.kill(int(before[0]), signal.SIGSTOP)
+    async with asyncio.timeout(60):
+        while written(logs[0])[-1].split()[0] == before[0]:  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(running, 60) == 0
+    assert ears.heard == ["api_down", "api again, hung", "api_up"]
+    assert {line.split()[0] for line in written(logs[1])} == {before[1]}
+    told = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert told == ["the api process has not answered for 1.5 seconds; it is killed"]
+
+
 async def test_a_program_that_is_missing_ends_the_replica(outlets: Outlets) -> None:
     missing = ChildSpec("engine", ("/no/such/program",), b"", b"", stage=1, grace=5.0)
     supervisor = Supervisor([missing], outlets)
