@@ -4,9 +4,9 @@ import os
 from collections.abc import Mapping
 
 # At INFO, the level unless one is set, it writes what the other end says of its leaving (GOAWAY) to standard error as
-# it is, newlines included: whoever reaches a port could write lines of the log, of the audit log too, without a token.
-# What it writes at ERROR are words of its own.
-_OURS = {"GRPC_VERBOSITY": "ERROR"}
+# it is, newlines included, and at ERROR the server name that a TLS client asks for: whoever reaches a port could write
+# lines of the log, of the audit log too, without a token or certificate. What calls fail of is in their status.
+_OURS = {"GRPC_VERBOSITY": "NONE"}
 
 # Of processes that start others: gRPC would start its threads again in a child that uvloop forks, and often enough
 # these crash before it has become the program that it shall be.

@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from shared.grpc_environment import grpc_environment
+from tests.shared.auth.authority import Authority
 
 # A server and a client of gRPC, each with somebody at the other end who leaves with words of his own.
 BOTH_ENDS = """
@@ -49,10 +51,44 @@ asyncio.run(main())
 """
 
 
-def printed(environment: dict[str, str]) -> str:
+# A server of TLS, with the certificate and key of its arguments, and a client that asks for a name of two lines.
+TLS_SERVER = r"""
+import asyncio, socket, ssl, sys
+from pathlib import Path
+import grpc
+
+NAME = b"x\nforged by a client\n" + b"." * 40
+def hello():
+    context = ssl.create_default_context()
+    context.set_alpn_protocols(["h2"])
+    allowed = (b"a" * 30 + b".").ljust(len(NAME), b"b")
+    sent = ssl.MemoryBIO()
+    try:
+        context.wrap_bio(ssl.MemoryBIO(), sent, server_hostname=allowed.decode()).do_handshake()
+    except ssl.SSLWantReadError:
+        pass
+    content = sent.read()
+    assert content.count(allowed) == 1
+    return content.replace(allowed, NAME)
+
+async def main():
+    pair = [Path(path).read_bytes() for path in sys.argv[1:]]
+    server = grpc.aio.server()
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([tuple(pair)]))
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(hello())
+    await reader.read(1)  # whatever it answers, it has read the name
+    writer.close()
+    await server.stop(None)
+asyncio.run(main())
+"""
+
+
+def printed(environment: dict[str, str], code: str = BOTH_ENDS, arguments: tuple[Path, ...] = ()) -> str:
     ended = subprocess.run(
-        [sys.executable, "-c", BOTH_ENDS], env=os.environ | environment, capture_output=True, text=True, timeout=60,
-        check=True,
+        [sys.executable, "-c", code, *arguments], env=os.environ | environment, capture_output=True, text=True,
+        timeout=60, check=True,
     )  # fmt: skip
     return ended.stderr
 
@@ -65,6 +101,13 @@ def test_an_operator_who_wants_to_see_it_does() -> None:
     seen = printed(grpc_environment(env={"GRPC_VERBOSITY": "INFO"}))
     assert "\nforged by a client\n" in seen
     assert "\nforged by a server\n" in seen
+
+
+def test_the_name_that_a_tls_client_asks_for_is_no_line_of_the_log(tmp_path: Path) -> None:
+    files = Authority(tmp_path).issue("server", "localhost")
+    pair = (files.key, files.cert)
+    assert printed(grpc_environment(env={}), TLS_SERVER, pair) == ""
+    assert "\nforged by a client\n" in printed({"GRPC_VERBOSITY": "ERROR"}, TLS_SERVER, pair)
 
 
 @pytest.mark.parametrize("starts_processes", [False, True])
