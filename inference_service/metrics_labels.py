@@ -49,6 +49,7 @@ CALLS = tuple(("Generate", code) for code in sorted(_GENERATE_CODES))
 FINISHED = (("abort",), ("error",), ("length",), ("stop",))
 EVICTIONS = (("bytes",), ("slots",), ("unload",))
 STAGE_EVICTIONS = (("disk",), ("host",))
+RESTARTS = tuple((process, reason) for process in ("adapters", "api", "engine") for reason in ("end", "hang"))
 TIERS = (("gpu",), ("host",), ("disk",), ("source",))
 
 

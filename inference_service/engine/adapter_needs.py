@@ -6,13 +6,14 @@ these the pool does not evict for each other, and so no adapter goes that is abo
 * Tenants take turns, each adapter counting for `lead` of its tenant's service.
 * Service is compared in steps of `lead`; among equals an adapter that is there goes before one that is not, so that it
   serves all who wait for it before it makes room; then the earlier arrival.
-* Adapters that were waited for longer than the age limit go before all, unless it is seats or the KV cache that
-  everyone waits for. If one of them finds no room because all residents are in use, the least valuable of these admits
-  nobody any more until there is; as many at a time as are overdue, but at most half of them.
+* Adapters that were waited for longer than the age limit go before all. While seats or the KV cache are short, only
+  those whose requests would be the next to start: of the tenant served least, and waiting for longer than what else it
+  has, by another age limit. If they find no room because residents are in use, the least valuable of these admit
+  nobody any more until there is; as many as it takes, but at most half of them at a time.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import NamedTuple, Protocol
 
 from inference_service.engine.fairness import FairQueue
@@ -39,6 +40,10 @@ class Adapters(Protocol):
 
     def error(self, digest: str) -> LoraplexError | None:
         """Why it is FAILED."""
+        ...
+
+    def would_fit(self, digests: Set[str], idle: Set[str]) -> bool:
+        """Whether adapters that are PLACING would find room, all together, once residents in `idle` are idle."""
         ...
 
     def is_pinned(self, digest: str) -> bool: ...
@@ -99,9 +104,14 @@ class AdapterNeeds:
                 queue.set_ready(flow, is_ready, now)
         return lost
 
-    def ask(self, is_full: bool) -> None:
-        """Ask for what is needed, and make room for what has waited too long. `is_full`: seats or memory are short."""
-        overdue = [] if is_full else [flow for flow in self._overdue if flow.waiting and not flow.is_ready]
+    def ask(self, is_full: bool, may_run: Callable[[Tenant], bool]) -> None:
+        """Ask for what is needed, and make room for what has waited too long.
+
+        `is_full`: seats or memory are short. `may_run`: whether a tenant may have one more running sequence.
+        """
+        overdue = [flow for flow in self._overdue if flow.waiting and not flow.is_ready]
+        if is_full:
+            overdue = self._next_to_start(overdue, may_run)
         self._make_room(overdue)
         self._adapters.want(self._line(overdue))
 
@@ -128,16 +138,19 @@ class AdapterNeeds:
                 heapq.heappush(turns, self._turn(follower, turn.others, turn.number + 1))
 
     def _line(self, overdue: list[Flow]) -> Iterator[Wanted]:
-        for flow in (*overdue, *self._asked):
+        for flow in overdue:
+            yield from self._wanted(flow, is_overdue=True)
+        for flow in self._asked:
             yield from self._wanted(flow)
         for flow in self._others:
             self._asked.append(flow)
             yield from self._wanted(flow)
 
-    def _wanted(self, flow: Flow) -> Iterator[Wanted]:
+    def _wanted(self, flow: Flow, *, is_overdue: bool = False) -> Iterator[Wanted]:
         digest = flow.digest
         if digest is not None and flow.waiting and digest not in self.held and digest not in self.drained:
-            yield Wanted(digest, flow.tenant.name, flow.waiting[0].request.spec.prepare_seconds)
+            prepare_seconds = flow.waiting[0].request.spec.prepare_seconds
+            yield Wanted(digest, flow.tenant.name, prepare_seconds, is_overdue)
 
     # ---- the order
 
@@ -162,20 +175,52 @@ class AdapterNeeds:
         missing = (flow for flow in self._queue.waiting if not flow.is_ready and ALWAYS < flow.changed_at < since)
         return sorted((f for f in missing if f.digest not in self.held | self.drained), key=_changed_at)
 
+    def _next_to_start(self, overdue: list[Flow], may_run: Callable[[Tenant], bool]) -> list[Flow]:
+        """Those that are kept by their adapters and not by seats: others start before them who should not."""
+        first: dict[Tenant, tuple[int, float]] = {}
+        for flow in self._queue.ready_flows():
+            if may_run(flow.tenant):
+                first[flow.tenant] = min(_age(flow), first.get(flow.tenant, _LAST))
+        least_served = min((tenant.served for tenant in first), default=0)
+        found = []
+        for flow in overdue:
+            priority, arrival = _age(flow)
+            is_passed = (priority, arrival + self._age_limit) < first.get(flow.tenant, _LAST)
+            if is_passed and (not first or flow.tenant.served <= least_served) and may_run(flow.tenant):
+                found.append(flow)
+        return found
+
     def _make_room(self, overdue: list[Flow]) -> None:
-        """While overdue adapters find no room, residents one after the other admit nobody until they are idle."""
+        """While overdue adapters find no room, residents admit nobody until they are idle: as many as it takes."""
         adapters = self._adapters
         placing = [flow for flow in overdue if flow.digest and adapters.state(flow.digest) is AdapterState.PLACING]
         self.drained = {digest for digest in self.drained if placing and adapters.state(digest) is AdapterState.READY}
         used = self._used() if placing else {}
+        at_most = max(len(used) // 2, 1)
+        can_go = [digest for digest in used if digest not in self.drained and not adapters.is_pinned(digest)]
+        can_go.sort(key=lambda digest: _value(used[digest]), reverse=True)
+        placed: set[str] = set()
         for flow in placing:
-            if len(self.drained & used.keys()) >= min(len(placing), max(len(used) // 2, 1)):
+            assert flow.digest is not None
+            if adapters.is_over_quota(flow.digest):
+                self._drain_own(flow.tenant, used, can_go, at_most)
+                continue
+            placed.add(flow.digest)
+            while can_go and not adapters.would_fit(placed, self.drained):
+                if len(self.drained & used.keys()) >= at_most:
+                    return
+                self.drained.add(can_go.pop())
+
+    def _drain_own(self, tenant: Tenant, used: Mapping[str, Iterable[Flow]], can_go: list[str], at_most: int) -> None:
+        """One of `can_go` that nobody but this tenant uses, unless one is drained already. The last is the first."""
+        own = {digest for digest, users in used.items() if all(user.tenant is tenant for user in users)}
+        if self.drained & own or len(self.drained & used.keys()) >= at_most:
+            return
+        for digest in reversed(can_go):
+            if digest in own:
+                self.drained.add(digest)
+                can_go.remove(digest)
                 return
-            can_go = [digest for digest in used if digest not in self.drained and not adapters.is_pinned(digest)]
-            if flow.digest and adapters.is_over_quota(flow.digest):
-                can_go = [digest for digest in can_go if all(user.tenant is flow.tenant for user in used[digest])]
-            if can_go:
-                self.drained.add(min(can_go, key=lambda digest: _value(used[digest])))
 
     def _used(self) -> dict[str, dict[Flow, None]]:
         """Adapters that running sequences use, with these sequences' flows."""
@@ -197,6 +242,15 @@ class _Turn(NamedTuple):
     flow_number: int
     flow: Flow
     others: Iterator[Flow]
+
+
+_LAST = (1 << 62, float("inf"))
+
+
+def _age(flow: Flow) -> tuple[int, float]:
+    """Of its first sequence: the priority, highest first, and when it came."""
+    spec = flow.waiting[0].request.spec
+    return -spec.priority, spec.arrival
 
 
 def _changed_at(flow: Flow) -> float:

@@ -5,7 +5,6 @@ order (`fairness`), whether they are under way or still wait. A sequence that wa
 others pass; one that waits for memory does not, and preempts whoever is too far ahead of it.
 """
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,10 +13,13 @@ from inference_service.engine.adapter_needs import AdapterNeeds
 from inference_service.engine.adapter_needs import Adapters as NeededAdapters
 from inference_service.engine.blocks import BlockAllocator
 from inference_service.engine.config import EngineLimits
-from inference_service.engine.fairness import CACHED, OUTPUT, PROMPT, FairQueue
+from inference_service.engine.deadlines import Deadlines
+from inference_service.engine.fairness import FairQueue
 from inference_service.engine.flows import Tenant
 from inference_service.engine.kv_memory import KvMemory
 from inference_service.engine.quotas import TenantLimits
+from inference_service.engine.running import Adapters as RunningAdapters
+from inference_service.engine.running import RunningSet
 from inference_service.engine.sequence import Request, Sequence, State
 from inference_service.engine.step import Chunk, Failure, Schedule
 from inference_service.engine.wait_estimate import WaitEstimate
@@ -27,18 +29,12 @@ from shared.errors import DeadlineUnreachable, QueueFull
 RETRY_AFTER_SECONDS = 1.0
 
 
-class Adapters(NeededAdapters, Protocol):
+class Adapters(NeededAdapters, RunningAdapters, Protocol):
     """What the scheduler asks of the slot pool; `lora.pool.AdapterPool` is one."""
-
-    def acquire(self, digest: str) -> Handle:
-        """Use a READY adapter: it keeps its slot until `release`."""
-        ...
 
     def check(self, handle: Handle) -> None:
         """Raise StaleHandle unless the slot is still that adapter's."""
         ...
-
-    def release(self, handle: Handle) -> None: ...
 
 
 class Scheduler:
@@ -55,15 +51,16 @@ class Scheduler:
         self.blocks = blocks
         self.adapters = adapters
         self.requests: dict[tuple[bytes, str], Request] = {}
-        self.running: dict[Sequence, None] = {}
         self.num_preemptions = 0
         self.prefix_tokens_queried = 0
         self.prefix_tokens_hit = 0
         self._queue = FairQueue(limits.max_batched_tokens, limits.max_num_seqs)
         self._needs = AdapterNeeds(self._queue, adapters, limits.adapter_age_limit)
         self._memory = KvMemory(blocks)
+        self._running = RunningSet(self._queue, self._memory, adapters)
+        self.running = self._running.sequences
         self._tenant_limits = TenantLimits(limits.max_queued_per_tenant, limits.max_running_per_tenant)
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines = Deadlines()
         self._started: list[Request] = []
         self._waits = WaitEstimate()
         self._now = 0.0
@@ -94,18 +91,14 @@ class Scheduler:
         for sequence in request.sequences:
             queue.wait(sequence)
         self._needs.keep(request.flow)
-        if spec.deadline is not None:
-            heapq.heappush(self._deadlines, (spec.deadline, request.order, request))
-            if len(self._deadlines) > 2 * len(self.requests) + 64:  # forget finished requests with far deadlines
-                self._deadlines = [entry for entry in self._deadlines if entry[2].live]
-                heapq.heapify(self._deadlines)
+        self._deadlines.add(request, len(self.requests))
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence and free what it holds. Twice is once."""
         if sequence.state is State.FINISHED:
             return
         if sequence.state is State.RUNNING:
-            self._stop(sequence)
+            self._running.stop(sequence)
         else:
             self._queue.leave(sequence)
         sequence.state = State.FINISHED
@@ -148,9 +141,7 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a request that is still here."""
-        while self._deadlines and not self._deadlines[0][2].live:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.earliest()
 
     # ---- one step
 
@@ -164,8 +155,8 @@ class Scheduler:
         self._step = StepPlan()
         self._sort_running()
         prefills = list(self._prefills())  # may preempt decodes
-        chunks = [*map(self._decode, self._step.decodes), *prefills]
-        self._needs.ask(self._step.is_full)
+        chunks = [*map(self._running.decode, self._step.decodes), *prefills]
+        self._needs.ask(self._step.is_full, self._may_run)
         if not self._queue.is_backlogged:
             self._waits.forget()
         singles = sorted((c for c in chunks if c.length == 1), key=_slot)
@@ -215,16 +206,6 @@ class Scheduler:
             if remaining == 1 and not self._has_enough(sequence) and (has_room or self._make_room(sequence)):
                 step.decodes[sequence] = None
 
-    def _decode(self, sequence: Sequence) -> Chunk:
-        """`_launch` of one token, for most of them."""
-        if sequence.request.prompt_logprobs is not None:
-            return self._launch(sequence, 1)
-        start = sequence.num_computed
-        self._charge(sequence, start + 1)
-        sequence.num_computed = start + 1
-        sequence.num_pending += 1
-        return Chunk(sequence, start, 1, samples=True)
-
     def _prefills(self) -> Iterator[Chunk]:
         """Prompts under way and admissions, in turn, until the step's tokens are taken."""
         step, left = self._step, self.limits.max_batched_tokens
@@ -238,7 +219,7 @@ class Scheduler:
             self._pause_decodes(sequence, left)
             length = min(sequence.remaining, left - len(step.decodes))
             left -= length
-            yield self._launch(sequence, length)
+            yield self._running.launch(sequence, length)
             if left <= len(step.decodes):
                 return
 
@@ -264,33 +245,10 @@ class Scheduler:
         self._start(sequence)
         return True
 
-    def _launch(self, sequence: Sequence, length: int) -> Chunk:
-        """The sequence's next `length` tokens; it goes on behind them, and its tenant is charged."""
-        start, end = sequence.num_computed, sequence.num_computed + length
-        scored = range(0)
-        if sequence.wants_prompt_logprobs:
-            request = sequence.request
-            scored = range(max(start, request.num_scored), min(end, sequence.num_prompt - 1))
-            request.num_scored = max(request.num_scored, scored.stop)
-        chunk = Chunk(sequence, start, length, samples=end == sequence.num_tokens, scored_positions=scored)
-        self._charge(sequence, end)
-        sequence.num_computed = end
-        sequence.num_pending += chunk.samples
-        return chunk
-
-    def _charge(self, sequence: Sequence, end: int) -> None:
-        """Its tokens up to `end` are computed now, some of them for the first time."""
-        start = sequence.num_charged
-        if start < end:
-            of_prompt = max(min(end, sequence.num_prompt) - start, 0)
-            self._queue.charge(sequence.request.flow, PROMPT * of_prompt + OUTPUT * (end - start - of_prompt))
-            sequence.num_charged = end
-
     # ---- waiting
 
     def _expired(self, now: float) -> Iterator[Failure]:
-        while (deadline := self.next_deadline()) is not None and deadline <= now:
-            request = heapq.heappop(self._deadlines)[2]
+        for request in self._deadlines.expired(now):
             self.drop(request)
             yield Failure(request, DeadlineUnreachable("the deadline passed before the answer was complete"))
 
@@ -311,7 +269,10 @@ class Scheduler:
         return sequence.request.prompt_computed or sequence is sequence.request.leader
 
     def _admits(self, tenant: Tenant) -> bool:
-        return not self._step.is_full and self._tenant_limits.may_run(len(tenant.running))
+        return not self._step.is_full and self._may_run(tenant)
+
+    def _may_run(self, tenant: Tenant) -> bool:
+        return self._tenant_limits.may_run(len(tenant.running))
 
     def _has_enough(self, sequence: Sequence) -> bool:
         """Whether it will end by length as soon as its pending token is read."""
@@ -341,19 +302,12 @@ class Scheduler:
         return num_running < self.limits.max_num_seqs and self._memory.missing(head, num_running, without) <= 0
 
     def _start(self, sequence: Sequence) -> None:
-        request, flow = sequence.request, sequence.request.flow
-        self._queue.leave(sequence)
-        self._memory.admit(sequence)
-        self._queue.charge(flow, CACHED * max(sequence.num_computed - sequence.num_charged, 0))
-        sequence.num_charged = max(sequence.num_charged, sequence.num_computed)
-        sequence.handle = None if flow.digest is None else self.adapters.acquire(flow.digest)
-        sequence.state = State.RUNNING
+        self._running.start(sequence)
         self._waits.started(self._now)
-        self.running[sequence] = None
-        self._queue.start(sequence)
+        request = sequence.request
         if not request.started:
             request.started = True
-            request.adapter_ready_at = flow.changed_at
+            request.adapter_ready_at = request.flow.changed_at
             self._started.append(request)
             self.prefix_tokens_queried += sequence.num_prompt
             self.prefix_tokens_hit += sequence.num_cached
@@ -373,18 +327,10 @@ class Scheduler:
         self._step.decodes.pop(sequence, None)
         self._step.under_way.pop(sequence, None)
         self._step.preempted.add(sequence)
-        self._stop(sequence)
+        self._running.stop(sequence)
         sequence.state = State.WAITING
         self._queue.wait(sequence)
         self._needs.keep(sequence.request.flow)
-
-    def _stop(self, sequence: Sequence) -> None:
-        del self.running[sequence]
-        self._queue.stop(sequence)
-        self._memory.release(sequence)
-        if sequence.handle is not None:
-            self.adapters.release(sequence.handle)
-            sequence.handle = None
 
 
 @dataclass(slots=True)

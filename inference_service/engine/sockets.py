@@ -23,16 +23,16 @@ from inference_service.types import (
 
 log = logging.getLogger(__name__)
 
-OUTPUT_HIGH_WATER = 10_000  # messages an API process may be behind before it counts as dead
+OUTPUT_HIGH_WATER = 10_000  # messages a client may be behind before it counts as dead
 
 
 class ApiSocket:
-    """The ROUTER that API processes connect to."""
+    """The ROUTER that clients of the engine connect to: API processes, the adapter process, the supervisor."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted API process takes its name over
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted process takes its name over
         self.socket.setsockopt(zmq.SNDHWM, OUTPUT_HIGH_WATER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(address)
@@ -46,7 +46,7 @@ class ApiSocket:
             except zmq.Again:
                 return None
             except (msgspec.DecodeError, ValueError) as error:
-                log.error("unreadable message from an API process: %s", error)
+                log.error("unreadable message to the engine: %s", error)
 
     def send(self, client: bytes, message: EngineResponse) -> bool:
         """False if the client is gone, or so far behind that it may as well be."""
@@ -55,7 +55,7 @@ class ApiSocket:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            log.warning("API process %s is gone: %s", client.decode(errors="replace"), error)
+            log.warning("the engine's client %s is gone: %s", client.decode(errors="replace"), error)
             return False
         return True
 

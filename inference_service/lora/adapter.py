@@ -22,11 +22,15 @@ class AdapterState(StrEnum):
 
 
 class Wanted(NamedTuple):
-    """An adapter that requests of `tenant` wait for. `prepare_seconds` were spent for the first of them before."""
+    """An adapter that requests of `tenant` wait for. `prepare_seconds` were spent for the first of them before.
+
+    `is_overdue`: they have waited for too long.
+    """
 
     digest: str
     tenant: str
     prepare_seconds: float = 0.0
+    is_overdue: bool = False
 
 
 class Copy(Protocol):
@@ -68,6 +72,7 @@ class Adapter:
     `tried_at`: `SlotTable.changes` when it last found no room.
     `refused`: what did not fit when it FAILED for want of room.
     `tenant`: whose requests it is loaded for; "" is an operator.
+    `is_overdue`: until it has room, what comes behind it takes none.
     `is_ordered`: an operator asked for it; it is placed whether or not requests wait.
     `began`, `phase_began`: when its load, with what was done for it before, and the state it is in began.
     """
@@ -82,6 +87,7 @@ class Adapter:
     forget_at: float = 0.0
     is_unwanted: bool = False
     tenant: str = ""
+    is_overdue: bool = False
     is_ordered: bool = False
     tried_at: int = -1
     refused: BlobLayout | None = None

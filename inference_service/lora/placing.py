@@ -48,10 +48,13 @@ class Placing:
         """Give room to whoever waits for it, and take in the copies that have arrived.
 
         Room first: an adapter that arrives in this call cannot be evicted before the scheduler has seen it READY.
+        Smaller ones pass one that finds no room, unless it is overdue: they would for ever.
         """
         for adapter in list(self.waiting):
             if adapter.tried_at != self._table.slots.changes:
                 self._try_to_place(adapter)
+            if adapter.is_overdue and adapter.state is AdapterState.PLACING:
+                break
         for adapter in list(self.copying):
             if adapter.copy is not None and adapter.copy.is_done():
                 self._arrive(adapter)

@@ -96,13 +96,14 @@ class AdapterPool:
         """`require` the first of `line`, as many as fit at once: none of them is evicted for another.
 
         `line` is read only as far as needed. If others hold the places of loads that it needs, and wait for room, they
-        give these up.
+        give these up. An overdue one gets room before those behind it, unless it is its tenant's that it lacks.
         """
         room, slots = self._slots.room_unpinned()
         place: dict[str, int] = {}
         is_short = False
         of_tenant: dict[str, int] = {}
-        for digest, tenant, prepare_seconds in line:
+        overdue: set[str] = set()
+        for digest, tenant, prepare_seconds, is_overdue in line:
             nbytes = self._table.expected_bytes(digest)
             total = of_tenant.get(tenant, 0) + nbytes
             if digest in place or (of_tenant.get(tenant) and 0 < self._slots.owner_bytes < total):
@@ -115,9 +116,13 @@ class AdapterPool:
             place[digest] = len(place)
             of_tenant[tenant] = total
             is_short |= self.require(digest, tenant, prepare_seconds) is AdapterState.WANTED
+            if is_overdue and not self.is_over_quota(digest):
+                overdue.add(digest)
         if is_short:
             for adapter in [a for a in self._placing.waiting if a.digest not in place and not a.is_ordered]:
                 self.begin_unload(adapter.digest)
+        for adapter in self._placing.waiting:
+            adapter.is_overdue = adapter.digest in overdue
         self._placing.waiting.sort(key=lambda a: -1 if a.is_ordered else place.get(a.digest, len(place)))
 
     def state(self, digest: str) -> AdapterState | None:
@@ -131,6 +136,12 @@ class AdapterPool:
         if adapter is None or adapter.blob is None:
             return False
         return self._slots.excess(self._slots.bytes_for(adapter.blob.layout), adapter.tenant) > 0
+
+    def would_fit(self, digests: Set[str], idle: Set[str]) -> bool:
+        """Whether adapters that wait for room would find it, all together, once residents in `idle` are idle."""
+        blobs = [self._adapters[digest].blob for digest in digests]
+        needed = sum(self._slots.bytes_for(blob.layout) for blob in blobs if blob is not None)
+        return self._slots.has_room(needed, len(blobs), idle)
 
     def is_pinned(self, digest: str) -> bool:
         """Whether it stays, once it is there."""

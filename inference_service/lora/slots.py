@@ -182,6 +182,12 @@ class SlotTable:
         pinned = [resident.nbytes for resident in self._residents.values() if resident.pinned]
         return self._end - sum(pinned), self.num_slots - len(pinned)
 
+    def has_room(self, needed: int, num_slots: int, idle: Set[str]) -> bool:
+        """Whether so many bytes and slots are free, or would be without what can be evicted now, or once residents in
+        `idle` are not in use any more."""
+        going = [r.nbytes for r in self._residents.values() if self._can_go(r) or (r.digest in idle and not r.pinned)]
+        return self.free_bytes + sum(going) >= needed and len(self._free_slots) + len(going) >= num_slots
+
     def excess(self, needed: int, owner: str) -> int:
         """Bytes that an owner must give up before it may have `needed` more."""
         if not owner or not self.owner_bytes:
@@ -241,7 +247,7 @@ class SlotTable:
         """Evict until a slot and `needed` bytes are free; None, and nobody, if references are in the way."""
         excess = self.excess(needed, owner)
         reason: Literal["bytes", "slots"] = "bytes" if needed > self.free_bytes or excess > 0 else "slots"
-        evictable = [r for r in self._residents.values() if r.is_evictable and r.digest not in self._wanted]
+        evictable = [resident for resident in self._residents.values() if self._can_go(resident)]
         num_slots = 0 if self._free_slots else 1
         victims = choose_victims(evictable, Shortage(needed - self.free_bytes, num_slots, owner, excess))
         if victims is None:
@@ -249,6 +255,9 @@ class SlotTable:
         for victim in victims:
             self._drop(victim)
         return tuple(Evicted(victim.digest, victim.handle, reason) for victim in victims)
+
+    def _can_go(self, resident: Resident) -> bool:
+        return resident.is_evictable and resident.digest not in self._wanted
 
     def _compact(self, sizes: list[int]) -> tuple[Move, ...]:
         """Moves after which `sizes` fit, or after which fewer are needed: those of about `move_bytes`."""

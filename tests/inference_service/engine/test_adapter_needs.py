@@ -281,6 +281,30 @@ def test_the_age_limit_evicts_nobody_while_seats_are_short():
     assert stack.num_copies <= 10
 
 
+@pytest.mark.parametrize(("num_seqs", "tenant"), [(4, "flood"), (4, "other"), (64, "flood")])
+def test_a_larger_adapter_is_not_passed_for_ever(num_seqs, tenant):
+    """Three of six others fit and are always in use, it takes the room of two; with four seats these are short too."""
+    age_limit, answer = 0.5, 20 * STEP_SECONDS
+    sizes = {f"a{number}": 4 for number in range(6)} | {"large": 6}
+    stack = Stack(units=13, sizes=sizes, num_seqs=num_seqs, budget=4096, adapter_age_limit=age_limit)
+    chosen, num_sent, num_asked, idle_steps = random.Random(2), 0, 0, 0
+    while len(stack.finished & {"large0", "large1", "large2"}) < 3:
+        while num_sent - sum(name[0] == "f" for name in stack.finished) < 30:
+            stack.submit(f"f{num_sent}", f"a{chosen.randrange(6)}", 30, 16, tenant="flood")
+            num_sent += 1
+        idle_steps += f"large{num_asked - 1}" in stack.finished or not num_asked
+        if idle_steps > 60:
+            stack.submit(f"large{num_asked}", "large", 30, 16, tenant=tenant)
+            num_asked, idle_steps = num_asked + 1, 0
+        stack.step()
+        assert stack.num_steps < 5000
+    longest = max(seconds for name, seconds in stack.first.items() if name[0] == "l")
+    others = [seconds for name, seconds in stack.first.items() if name[0] == "f"]
+    # Who waits for a seat as long as others of its tenant is not kept by its adapter.
+    seat = age_limit + sum(others) / len(others) if num_seqs == 4 and tenant == "flood" else 0.0
+    assert longest <= age_limit + seat + 4 * answer
+
+
 def test_a_resident_adapter_stays_for_a_request_that_has_just_come():
     stack = Stack(units=1, copy_polls=0)
     stack.submit("x", "x", output=1)

@@ -41,6 +41,7 @@ from tests.inference_service.engine.tiny_model import ADAPTERS, build_tiny, orac
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 QV, ATTENTION, ALL = ADAPTERS
+LONG = 2_000  # tokens of seconds, so that a request still runs however slow this process is meanwhile
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ async def adapters(shared_engine, tiny):
 async def client(shared_engine, adapters):
     client = EngineClient(shared_engine.api_address, "api-0")
     ready = await asyncio.wait_for(client.hello(), 60)
-    assert (ready.device, ready.dtype, ready.max_num_seqs, ready.max_model_len) == ("cpu", "float32", 8, 256)
+    assert (ready.device, ready.dtype, ready.max_num_seqs, ready.max_model_len) == ("cpu", "float32", 8, 2048)
     yield client
     await client.close()
 
@@ -140,7 +141,7 @@ def spec(request_id, max_tokens=8, adapter=None, prompt=(5, 6, 7, 8), **more):
 async def collect(client, request):
     """Tokens by index."""
     tokens = {}
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         async for event in client.generate(request):
             if isinstance(event, SequenceDelta):
                 tokens.setdefault(event.index, []).extend(event.token_ids)
@@ -194,7 +195,7 @@ async def test_n_and_logprobs(client):
 
 
 async def test_an_aborted_request_frees_its_adapter(client):
-    async with aclosing(client.generate(spec("long", 250, adapter=QV))) as stream:
+    async with aclosing(client.generate(spec("long", LONG, adapter=QV))) as stream:
         await anext(stream)
 
     async def idle():
@@ -223,7 +224,7 @@ async def test_load_pin_unload_and_force(client, adapters):
     assert [r.pinned for r in await client.list_resident() if r.digest == ATTENTION] == [True]
     with pytest.raises(AdapterInvalid):
         await client.load_adapter("sha256:broken", pinned=False, wait=True)
-    stream = client.generate(spec("running", 250, adapter=ATTENTION))
+    stream = client.generate(spec("running", LONG, adapter=ATTENTION))
     await anext(stream)
     await client.unload_adapter(ATTENTION, force=True)
     with pytest.raises(AdapterUnloaded):
@@ -239,7 +240,7 @@ async def test_load_pin_unload_and_force(client, adapters):
 async def test_a_load_that_nobody_waits_for_begins_at_once(client, adapters):
     await client.unload_adapter(ALL, force=True)
     adapters.muted.add(ALL)
-    await asyncio.wait_for(client.load_adapter(ALL, pinned=False, wait=False), 20)
+    await asyncio.wait_for(client.load_adapter(ALL, pinned=False, wait=False), 60)
     await eventually(lambda: adapters.acquires(ALL))
     adapters.muted.clear()
     await adapters.answer(b"engine", adapters.acquires(ALL)[-1], adapters.tiny.acquired[ALL])
@@ -346,7 +347,7 @@ async def test_an_unload_given_up_lets_new_requests_run(client, shared_engine):
     async def held_by():
         return [r.active_requests for r in await client.list_resident() if r.digest == QV]
 
-    async with aclosing(client.generate(spec("long", 250, adapter=QV))) as stream:
+    async with aclosing(client.generate(spec("long", LONG, adapter=QV))) as stream:
         await anext(stream)
         await client.load_adapter(QV, pinned=True, wait=True)
         unload = asyncio.create_task(client.unload_adapter(QV, force=False))
@@ -379,7 +380,7 @@ async def test_a_new_adapter_process_is_asked_again(client, adapters, shared_eng
 
 
 async def test_a_restarted_api_process_starts_clean(client, shared_engine):
-    stream = client.generate(spec("orphan", 250, adapter=QV))
+    stream = client.generate(spec("orphan", LONG, adapter=QV))
     await anext(stream)
     again = EngineClient(shared_engine.api_address, "api-0")
     await again.hello()
@@ -408,7 +409,7 @@ async def test_the_end(tiny, tmp_path, end):
     try:
         client = EngineClient(running.api_address, "api-0")
         await asyncio.wait_for(client.hello(), 60)
-        stream = client.generate(spec("running", 250))
+        stream = client.generate(spec("running", LONG))
         await anext(stream)
         running.process.send_signal(signal.SIGINT)
         await anext(stream)
@@ -416,7 +417,7 @@ async def test_the_end(tiny, tmp_path, end):
             running.process.send_signal(signal.SIGTERM)
         else:
             running.process.stdin.close()
-        assert await asyncio.to_thread(running.process.wait, 10) == 0
+        assert await asyncio.to_thread(running.process.wait, 60) == 0
         with pytest.raises(Exception, match="engine"):
             async for _ in stream:
                 pass

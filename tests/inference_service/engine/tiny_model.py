@@ -39,7 +39,7 @@ def build_tiny(folder: Path) -> Tiny:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False, initializer_range=0.3,
+        num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=False, initializer_range=0.3,
         bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     base = LlamaForCausalLM(config).eval()

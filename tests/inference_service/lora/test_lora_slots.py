@@ -353,6 +353,9 @@ class SlotMachine(RuleBasedStateMachine):
         before = {r.digest: r for r in self.slots.residents()}
         free, slot_is_free = self.slots.free_bytes, len(before) < 4
         is_first = self.waiting is None or self.waiting[0] == digest
+        needed = sum(sizes) * UNIT
+        has_room = self.slots.has_room(needed, 1, set())
+        has_room_once_idle = self.slots.has_room(needed, 1, before.keys())
         try:
             room = self.slots.reserve(digest, layout(*sizes), BY_HAND if pinned else ())
         except AdapterMemory:
@@ -360,10 +363,12 @@ class SlotMachine(RuleBasedStateMachine):
             assert sum(sizes) > 12 or any(r.pinned for r in before.values())
             self.waiting = None if is_first else self.waiting
             return
+        assert has_room_once_idle
         self.cells.apply(room, digest, sizes)
         if not is_first:
             assert room == ((), (), None)
             return
+        assert has_room == (room.placement is not None or self.slots.is_compacting)
         gone = [before[evicted.digest] for evicted in room.evicted]
         assert not any(victim.references or victim.pinned for victim in gone)
         for victim in gone:  # none is evicted that need not be
