@@ -15,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from examples.prompts import ADAPTERS, PROMPTS
-from examples.stack import Stack, register, wait_for_base_model
+from examples.stack import NotServing, Stack, register, wait_for_base_model
 from loraplex import Client
 from loraplex.inference.v1 import control_pb2, inference_pb2
 from loraplex.registry.v1.resources_pb2 import LoraConfig
+from shared.errors import InvalidArgument
 
 MAX_TOKENS = 48
 
@@ -138,6 +139,8 @@ def main() -> None:
         run(width)
     except KeyboardInterrupt:
         sys.exit(130)
+    except (InvalidArgument, NotServing) as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def run(width: int | None) -> None:

@@ -7,7 +7,9 @@ import signal
 from rich.console import Console
 
 from examples.prompts import ADAPTERS
-from examples.stack import ROOT, Stack, register, wait_for_base_model
+from examples.stack import ROOT, NotServing, Stack, register, wait_for_base_model
+from shared.errors import InvalidArgument
+from shared.listening import check_ports
 
 REGISTRY, INFERENCE, METRICS = "127.0.0.1:50051", "127.0.0.1:50052", "127.0.0.1:50054"
 
@@ -30,6 +32,7 @@ async def serve(registry: str, inference: str, metrics: str) -> None:
     stop = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    check_ports({"registry": registry, "inference": inference, "metrics": metrics})
     stack = Stack(folder, registry=registry, inference=inference, flags=[f"--metrics-listen={metrics}"])
     starting = asyncio.ensure_future(start(console, stack))
     stopping = asyncio.ensure_future(stop.wait())
@@ -42,10 +45,12 @@ async def serve(registry: str, inference: str, metrics: str) -> None:
             registry=registry, inference=inference, metrics=metrics, folder=folder, first=ADAPTERS[0].name
         )
         console.print(text, highlight=False, soft_wrap=True)
-        ended = [asyncio.ensure_future(p.process.wait()) for p in (stack.registry, stack.inference) if p.process]
-        await asyncio.wait([stopping, *ended], return_when=asyncio.FIRST_COMPLETED)
+        services = {"registry": stack.registry, "inference service": stack.inference}
+        ended = {asyncio.ensure_future(each.process.wait()): name for name, each in services.items() if each.process}
+        done, _ = await asyncio.wait([stopping, *ended], return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
-            raise SystemExit(f"a service ended by itself:\n{stack.registry.log_tail()}\n{stack.inference.log_tail()}")
+            name = next(name for task, name in ended.items() if task in done)
+            raise NotServing(f"the {name} ended by itself: {services[name].last_words()}")
     finally:
         starting.cancel()
         with console.status("stopping; running streams have a while to finish"):
@@ -69,7 +74,12 @@ def main() -> None:
     parser.add_argument("--inference", default=INFERENCE, help="address of the inference service")
     parser.add_argument("--metrics", default=METRICS, help="address of the replica's metrics")
     arguments = parser.parse_args()
-    asyncio.run(serve(arguments.registry, arguments.inference, arguments.metrics))
+    try:
+        asyncio.run(serve(arguments.registry, arguments.inference, arguments.metrics))
+    except InvalidArgument as error:
+        raise SystemExit(f"error: --{error.message}") from None
+    except NotServing as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from loraplex import Client
 from loraplex.registry.v1 import registry_pb2, resources_pb2
+from shared.listening import check_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -42,6 +43,10 @@ def free_address(host: str = "127.0.0.1") -> str:
             except OSError:
                 continue
         return f"{host}:{port}"
+
+
+class NotServing(RuntimeError):
+    """A service that was started is not there: what it said last."""
 
 
 class ServerProcess:
@@ -79,10 +84,10 @@ class ServerProcess:
             )
 
     async def ready(self, seconds: float) -> None:
-        """Returns when health says SERVING.
+        """Returns when health says SERVING. Whoever had its port before would say so too: look first (`check_ports`).
 
         Raises:
-            RuntimeError: the process ended, or `seconds` passed; with the end of its log.
+            NotServing: the process ended, or `seconds` passed.
         """
         assert self.process is not None
         deadline = time.monotonic() + seconds
@@ -90,7 +95,7 @@ class ServerProcess:
             stub = health_pb2_grpc.HealthStub(channel)
             while not await self._is_serving(stub):
                 if self.process.returncode is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"{self._service} is not serving; the end of {self._log}:\n{self.log_tail()}")
+                    raise NotServing(f"{self._service} is not serving: {self.last_words()}")
                 await asyncio.sleep(0.05)
 
     async def _is_serving(self, stub: health_pb2_grpc.HealthStub) -> bool:
@@ -104,6 +109,12 @@ class ServerProcess:
     def log_tail(self, lines: int = 15) -> str:
         """The last lines of the log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
+
+    def last_words(self) -> str:
+        """Why it ended, if it has said so, and else the end of its log."""
+        tail = self.log_tail()
+        said = [line.removeprefix("error: ") for line in tail.splitlines() if line.startswith("error: ")]
+        return said[-1] if said else f"the end of {self._log}:\n{tail}"
 
     async def stop(self, seconds: float = STOP_SECONDS) -> int | None:
         """SIGTERM, then SIGKILL after `seconds`, which are more than the service drains. Returns the exit code."""
@@ -203,7 +214,14 @@ class Stack:
         return self
 
     async def start(self) -> None:
-        """Starts both and waits until they serve. Whatever happens, call `stop` after it."""
+        """Starts both and waits until they serve. Whatever happens, call `stop` after it.
+
+        Raises:
+            InvalidArgument: somebody else listens on one of their ports; nothing is started, which could take that
+                for the other service.
+            NotServing: a service ended, or took too long.
+        """
+        check_ports({"registry": self.registry.address, "inference": self.inference.address})
         await asyncio.gather(self.registry.start(), self.inference.start())
         await asyncio.gather(self.registry.ready(30), self.inference.ready(120))
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from inference_service.adapters.host_arena import create_host_arena
@@ -20,11 +21,12 @@ from inference_service.setting_checks import check_settings
 from inference_service.supervisor import HangPolicy, Supervisor
 from inference_service.types import EXIT_CONFIG
 from shared import log
+from shared.adapter_format.texts import TOKENIZER
 from shared.auth.open_access import warn_of_open_access
 from shared.config import ConfigError, load
 from shared.errors import InvalidArgument, LoraplexError
 from shared.flags import flag_parser, startup_error
-from shared.listening import check_listen
+from shared.listening import check_ports
 from shared.metrics import MetricsServer
 from shared.standard_streams import fill_standard_streams
 
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             config = load(InferenceConfig, toml=toml, env=os.environ, prefix=ENV_PREFIX, flags=flags)
             log.setup(_SERVICE, config.log_level, errors)
-            check_ports(config)
+            _check_ports(config)
             warn_of_open_access(config, config.listen)
             code, failure = run(config, Outlets(output, errors))
         except (ConfigError, InvalidArgument) as error:
@@ -65,11 +67,14 @@ def run(config: InferenceConfig, outlets: Outlets) -> tuple[int, str]:
     base = find_base_model(config)
     check_machine(config, base.device)
     check_settings(config, base, engine_config(config, base))
+    if not (base.folder / TOKENIZER).is_file():
+        logger.warning("the model has no %s: texts and chats are refused, requests must send token_ids", TOKENIZER)
     host_arena = _host_arena(config)
     with run_folder() as folder, _feed(config, base.model_id, folder) as feed:
         asks = {"engine": feed.ask_engine, "adapters": feed.ask_adapters}
         hangs = HangPolicy(_hang_timeout(config, base.device), asks)
         supervisor = Supervisor(child_specs(config, base, folder, host_arena), outlets, observer=feed, hangs=hangs)
+        feed.ask_api = partial(supervisor.answers, "api")
         code = asyncio.run(supervisor.run())
     return code, "" if supervisor.failure is None else f"error: {supervisor.failure}"
 
@@ -103,14 +108,15 @@ def _host_arena(config: InferenceConfig) -> int:
         raise InvalidArgument.of("host_memory", f"{config.host_memory} cannot be had: {error}") from error
 
 
-def check_ports(config: InferenceConfig) -> None:
+def _check_ports(config: InferenceConfig) -> None:
     """Several processes can share a port only if it is known, and nobody else may have it. Raises InvalidArgument."""
+    of_processes = {"listen": config.listen, "health_listen": config.health_listen}
     are_several = config.api_processes > 1
-    for setting, address in (("listen", config.listen), ("health_listen", config.health_listen)):
+    for setting, address in of_processes.items():
         if are_several and address.endswith(":0"):
             raise InvalidArgument.of(setting, "port 0 needs --api-processes 1: each process would get another port")
-        if address:
-            check_listen(address, reuse_port=are_several, setting=setting)
+    sharing = of_processes.keys() if are_several else ()
+    check_ports({**of_processes, "metrics_listen": config.metrics_listen}, sharing)
 
 
 if __name__ == "__main__":

@@ -137,6 +137,7 @@ class Child:
         try:
             await asyncio.wait_for(process.wait(), self.spec.grace)
         except TimeoutError:
+            log.warning("the %s process has not ended within %g seconds; it is killed", self.spec.role, self.spec.grace)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()

@@ -10,8 +10,9 @@ import msgspec
 from inference_service.engine.event_queue import MAX_UNREAD
 from inference_service.hang_watch import LEAST_TIMEOUT
 from shared.auth.settings import AccessSettings
-from shared.config import is_address
+from shared.config import is_address, is_tcp_address
 from shared.limits import LimitSettings
+from shared.ranges import MOST, between, is_limit, is_positive
 from shared.sources.credentials import Credential
 from shared.sources.settings import ALLOWED_ENDPOINTS, ALLOWED_SOURCES, CREDENTIALS
 from shared.targets import is_target
@@ -52,16 +53,9 @@ def _is_adapter_memory(text: str) -> str | None:
     return None if _bytes(text) >= _LEAST_ADAPTER_MEMORY else f"a size such as 256MiB, of 1MiB or more{_UNITS_TEXT}"
 
 
-def _is_positive(value: float) -> str | None:
-    return None if 0 < value < 1 << 31 else "a number above zero"
-
-
-def _is_limit(value: float) -> str | None:
-    return None if 0 <= value < 1 << 31 else "a number, 0 for no limit"
-
-
 def _is_hang_timeout(value: float) -> str | None:
-    return None if value == 0 or LEAST_TIMEOUT <= value < 1 << 31 else f"0, or {LEAST_TIMEOUT:.0f} seconds and more"
+    is_right = value == 0 or LEAST_TIMEOUT <= value <= MOST
+    return None if is_right else f"0, or {LEAST_TIMEOUT:.0f} to {MOST} seconds"
 
 
 def _is_share(value: float) -> str | None:
@@ -69,7 +63,7 @@ def _is_share(value: float) -> str | None:
 
 
 def _is_address_or_off(address: str) -> str | None:
-    return None if address == "" else is_address(address)
+    return None if address == "" else is_tcp_address(address)
 
 
 def _is_replica_name(name: str) -> str | None:
@@ -85,8 +79,8 @@ def _setting(default: Any, description: str, **metadata: Any) -> Any:
 class NamespaceRates:
     """One table `[namespaces.NAME]`: what the tenant may do a second instead of the usual."""
 
-    requests_per_second: float = _setting(0.0, "calls; 0: tenant_requests_per_second", check=_is_limit)
-    tokens_per_second: float = _setting(0.0, "tokens; 0: tenant_tokens_per_second", check=_is_limit)
+    requests_per_second: float = _setting(0.0, "calls; 0: tenant_requests_per_second", check=is_limit)
+    tokens_per_second: float = _setting(0.0, "tokens; 0: tenant_tokens_per_second", check=is_limit)
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,7 @@ class InferenceConfig(AccessSettings, LimitSettings):
     load_format: Literal["safetensors", "dummy"] = _setting(
         "safetensors", "where weights come from; dummy: random ones of the shape in config.json, for benchmarks"
     )
-    dummy_seed: int = _setting(0, "seed of dummy weights")
+    dummy_seed: int = _setting(0, "seed of dummy weights", check=between(-(1 << 63), (1 << 63) - 1))
     file_roots: dict[str, str] = field(
         default_factory=dict,
         metadata={"flag": "--file-root", "help": "NAME=DIR that file:// adapters may lie under; repeatable"},
@@ -122,7 +116,7 @@ class InferenceConfig(AccessSettings, LimitSettings):
     kernel_cache_dir: Path | None = field(
         default=None, metadata={"help": "folder of compiled kernels; by default `kernels` in the cache folder"}
     )
-    disk_bytes: str = _setting("20GiB", "size of the adapter cache on disk", check=_is_size)
+    disk_bytes: str = _setting("20GiB", "size of the adapter cache on disk", check=_is_adapter_memory)
     host_memory: str = _setting("1GiB", "host memory for packed adapters", check=_is_adapter_memory)
     memory_fraction: float = _setting(
         0.9, "share of the GPU's memory to fill with weights, adapters, keys and values", check=_is_share
@@ -132,22 +126,22 @@ class InferenceConfig(AccessSettings, LimitSettings):
     max_model_len: int | None = _setting(
         None,
         "tokens of prompt and output together, at most what the model and the KV cache take; by default 8192",
-        check=_is_positive,
+        check=is_positive,
     )
-    max_num_seqs: int | None = _setting(None, "sequences in one step", check=_is_positive)
-    max_batched_tokens: int | None = _setting(None, "tokens computed in one step", check=_is_positive)
-    max_adapters: int = _setting(128, "adapters on the device at once", check=_is_positive)
-    max_queue: int = _setting(1024, "sequences that may wait before QUEUE_FULL", check=_is_positive)
+    max_num_seqs: int | None = _setting(None, "sequences in one step", check=between(1, 1 << 16))
+    max_batched_tokens: int | None = _setting(None, "tokens computed in one step", check=between(1, 1 << 20))
+    max_adapters: int = _setting(128, "adapters on the device at once", check=between(1, 1 << 16))
+    max_queue: int = _setting(1024, "sequences that may wait before QUEUE_FULL", check=is_positive)
     max_queued_per_tenant: int = _setting(
-        0, "sequences of one tenant that may wait before TENANT_QUOTA; 0: any number", check=_is_limit
+        0, "sequences of one tenant that may wait before TENANT_QUOTA; 0: any number", check=is_limit
     )
     max_running_per_tenant: int = _setting(
-        0, "sequences of one tenant in a step, others wait; 0: any number", check=_is_limit
+        0, "sequences of one tenant in a step, others wait; 0: any number", check=is_limit
     )
     tenant_tokens_per_second: float = _setting(
         0.0,
         "tokens of prompts and answers a second of one tenant in one API process before RATE_LIMITED; 0: any number",
-        check=_is_limit,
+        check=is_limit,
     )
     namespaces: dict[str, NamespaceRates] = field(
         default_factory=dict, metadata={"help": "rates of tenants that have their own, by namespace"}
@@ -158,23 +152,23 @@ class InferenceConfig(AccessSettings, LimitSettings):
     max_unread: int = _setting(
         MAX_UNREAD,
         "tokens and logprobs of a stream that may wait for its client before CLIENT_TOO_SLOW",
-        check=_is_positive,
+        check=is_positive,
     )
     adapter_age_limit: float = _setting(
-        5.0, "seconds that an adapter is waited for before another makes room", check=_is_positive
+        5.0, "seconds that an adapter is waited for before another makes room", check=is_positive
     )
-    threads: int | None = _setting(None, "CPU threads of the engine", check=_is_positive)
+    threads: int | None = _setting(None, "CPU threads of the engine", check=between(1, 1024))
     prefix_caching: bool = _setting(True, "reuse the keys and values of equal prefixes")
-    api_processes: int = _setting(1, "processes that share the listening port", check=_is_positive)
+    api_processes: int = _setting(1, "processes that share the listening port", check=between(1, 256))
     metrics_listen: str = _setting(
         "127.0.0.1:50054", "address of Prometheus metrics (GET /metrics); empty: none", check=_is_address_or_off
     )
     otlp_endpoint: str = field(default="", metadata=OTLP_ENDPOINT)
     log_requests: bool = _setting(True, "log a line for each request that has ended: who, which adapter, tokens, times")
     log_prompts: bool = _setting(False, "have prompts and answers in these lines and in traces")
-    drain_grace: float = _setting(30.0, "seconds that running streams have after SIGTERM", check=_is_positive)
+    drain_grace: float = _setting(30.0, "seconds that running streams have after SIGTERM", check=is_positive)
     max_stale: float = _setting(
-        3600.0, "seconds that resolutions serve while the registry is unreachable", check=_is_positive
+        3600.0, "seconds that resolutions serve while the registry is unreachable", check=is_positive
     )
     replica_name: str | None = _setting(
         None, "name under which this replica reports to the registry; by default HOST:PORT", check=_is_replica_name
@@ -182,7 +176,7 @@ class InferenceConfig(AccessSettings, LimitSettings):
     residency_wait: float = _setting(
         60.0,
         "seconds that readiness waits for adapters that are to be PRELOADed or PINNED; 0: it does not",
-        check=_is_limit,
+        check=is_limit,
     )
     hang_timeout: float | None = _setting(
         None,

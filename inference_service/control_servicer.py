@@ -19,6 +19,7 @@ from shared.references import adapter_name, parse_reference, parse_version_name
 
 DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000
+MAX_OTHER_VERSIONS = 8
 STATS_SECONDS = 1.0
 
 T = TypeVar("T")
@@ -143,9 +144,12 @@ class ControlServicer(pb_grpc.AdapterControlServiceServicer):
         names = await self._adapters.names([adapter.digest for adapter in held]) if held else {}
         found = []
         for adapter in held:
-            name = _name_for(caller, [adapter.adapter_version, *names.get(adapter.digest, [])])
+            versions = [adapter.adapter_version, *names.get(adapter.digest, [])]
+            name = _name_for(caller, versions)
             if name is not None:
                 adapter.adapter_version = name
+                others = sorted({v for v in versions if v and v != name and _may_operate(caller, v)})
+                adapter.other_versions.extend(others[:MAX_OTHER_VERSIONS])
                 found.append(adapter)
         return found
 

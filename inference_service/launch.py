@@ -201,6 +201,7 @@ def _adapter_config(config: InferenceConfig, base: BaseModel) -> AdapterProcessC
         dtype=base.dtype,
         cache_dir=str(config.cache_dir.expanduser().absolute()),
         disk_bytes=parse_size(config.disk_bytes),
+        device_bytes=_size(config.adapter_memory) or 0,
         file_roots={name: str(Path(root).expanduser().absolute()) for name, root in config.file_roots.items()},
         credentials=config.credentials,
         allowed_sources=config.allowed_sources,

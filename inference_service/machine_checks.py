@@ -1,6 +1,7 @@
 """Whether this machine has what the settings ask for, found out before any process starts."""
 
 import importlib.util
+import mmap
 import os
 import re
 import subprocess
@@ -28,14 +29,33 @@ def check_machine(config: InferenceConfig, device: Literal["cpu", "cuda"]) -> No
     if device == "cuda":
         _check_kernel_cache(config)
     on_device = cuda_memory() if device == "cuda" else MOST_HOST_BYTES
-    for name, there_is in (
-        ("host_memory", MOST_HOST_BYTES),
-        ("adapter_memory", on_device),
-        ("kv_cache_memory", on_device),
+    for name, there_is, num_tensors in (
+        ("host_memory", MOST_HOST_BYTES, 0),
+        ("adapter_memory", on_device, 1),
+        ("kv_cache_memory", on_device, 2),
     ):
         wanted = getattr(config, name)
-        if wanted is not None and parse_size(wanted) > there_is:
+        if wanted is None:
+            continue
+        if parse_size(wanted) > there_is:
             raise InvalidArgument.of(name, f"{wanted} cannot be had: there are {there_is >> 20} MiB in all")
+        if device == "cpu" and num_tensors and _is_refused(parse_size(wanted) // num_tensors):
+            raise InvalidArgument.of(
+                name, f"{wanted} cannot be had: the system has {_machine_bytes() >> 20} MiB in all"
+            )
+
+
+def _is_refused(nbytes: int) -> bool:
+    """Whether the system would not set so much aside, as it is asked to for a tensor. Nothing is taken."""
+    try:
+        mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, OverflowError):
+        return True
+    return False
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _check_folders(config: InferenceConfig) -> None:

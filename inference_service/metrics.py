@@ -36,6 +36,7 @@ class Snapshot:
         requests: Sums over all API processes that there have been.
         adapter_tokens: Served by all engines that there have been, by the name of the adapter.
         restarts: Processes that were started again, by what they are and why.
+        is_api_up: All API processes answer.
     """
 
     model: str
@@ -49,6 +50,7 @@ class Snapshot:
     requests: RequestStats = field(default_factory=RequestStats)
     adapter_tokens: dict[str, TokenCounts] = field(default_factory=dict)
     restarts: dict[tuple[str, str], int] = field(default_factory=dict)
+    is_api_up: bool = False
 
 
 class ReplicaCollector(Collector):
@@ -67,8 +69,9 @@ class ReplicaCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """All families."""
         now = self._snapshot()
-        is_up = {("engine",): now.engine is not None, ("adapters",): now.adapters is not None}
-        yield gauges("loraplex_up", "Whether the process answers", ("process",), is_up)
+        is_up = {"engine": now.engine is not None, "adapters": now.adapters is not None, "api": now.is_api_up}
+        up = {(process,): answers for process, answers in is_up.items()}
+        yield gauges("loraplex_up", "Whether the process answers, and of several each", ("process",), up)
         text = "Processes started again: they ended, or hung and were killed"
         restarts = from_zero(known.RESTARTS, now.restarts)
         yield counters("loraplex_process_restarts", text, ("process", "reason"), restarts)

@@ -33,7 +33,7 @@ def _tiers(adapters: AdapterStats) -> Iterator[Metric]:
     fetched = {(): adapters.fetched_bytes}
     yield counters("loraplex_fetched_bytes", "Bytes of adapters downloaded", (), fetched)
     failures = from_zero(known.STAGE_FAILURES, {(reason,): count for reason, count in adapters.failures.items()})
-    yield counters("loraplex_stage_failures", "Resolutions and loads that failed", ("reason",), failures)
+    yield counters("loraplex_stage_failures", "Attempts at resolutions and loads that failed", ("reason",), failures)
     evictions = from_zero(known.STAGE_EVICTIONS, {(tier,): count for tier, count in adapters.evictions.items()})
     yield counters("loraplex_stage_evictions", "Adapters that left a tier for others", ("tier",), evictions)
 

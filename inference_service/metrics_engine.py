@@ -56,7 +56,9 @@ def _loads(engine: EngineStats) -> Iterator[Metric]:
     evictions = from_zero(known.EVICTIONS, {(reason,): count for reason, count in engine.evictions.items()})
     yield counters("loraplex_adapter_evictions", "Adapters that left the device", ("reason",), evictions)
     failures = from_zero(known.LOAD_FAILURES, {(reason,): count for reason, count in engine.load_failures.items()})
-    yield counters("loraplex_adapter_load_failures", "Loads to the device that failed", ("reason",), failures)
+    yield counters(
+        "loraplex_adapter_load_failures", "Attempts at loads to the device that failed", ("reason",), failures
+    )
     num_waiting = len(engine.adapters_waiting)
     yield gauges("loraplex_adapters_waiting", "Adapters that requests wait for", (), {(): num_waiting})
     yield gauges("loraplex_adapter_wait_seconds", "Longest of these waits", (), {(): engine.waited_longest})

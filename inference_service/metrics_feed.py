@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 import msgspec
 
@@ -89,7 +89,8 @@ class ApiReports:
 class ReplicaFeed:
     """The supervisor's observer. `snapshot` is replaced as a whole, so that any thread may read it.
 
-    `restarts`: of processes, by what they are and why.
+    `restarts`: of processes, by what they are and why. `ask_api`: set by who can ask the API processes; whether all are
+    up, once those have answered.
     """
 
     def __init__(self, model: str, max_adapters: int, engine_address: str, adapter_address: str) -> None:
@@ -103,6 +104,7 @@ class ReplicaFeed:
         self._staged: list[StagedAdapter] = []  # as it was when `_listed` was true
         self._listed: tuple[AdapterStats, set[str]] | None = None
         self.restarts: Counter[tuple[str, str]] = Counter()
+        self.ask_api: Callable[[], Awaitable[bool]] | None = None
 
     def on_report(self, line: str) -> None:
         """An API process says what it has counted."""
@@ -165,7 +167,7 @@ class ReplicaFeed:
 
     async def _poll(self, engine: EngineClient, adapters: AdapterClient) -> None:
         before, names = self.snapshot, self._reports.names
-        engine_stats, residents = await _ask_engine(engine)
+        (engine_stats, residents), is_api_up = await asyncio.gather(_ask_engine(engine), self._ask_api())
         wanted = {resident.digest for resident in residents}
         wanted.update(engine_stats.adapters_waiting if engine_stats else ())
         adapter_stats = await self._ask_adapters(adapters, wanted)
@@ -184,7 +186,17 @@ class ReplicaFeed:
             self._reports.total(),
             self._tokens.totals(),
             dict(self.restarts),
+            is_api_up,
         )
+
+    async def _ask_api(self) -> bool:
+        if self.ask_api is None:
+            return False
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await self.ask_api()
+        except TimeoutError:
+            return False
 
     async def _ask_adapters(self, adapters: AdapterClient, wanted: set[str]) -> AdapterStats | None:
         """The list of what is staged may be long: it is asked for only if something has changed."""

@@ -4,8 +4,11 @@ Prometheus sees no growth in a series that begins with its first event, so an al
 """
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from shared.errors import BY_REASON
+
+L = TypeVar("L", bound=tuple[str, ...])
 
 _STAGE_REASONS = (
     "ADAPTER_INVALID",
@@ -53,6 +56,6 @@ RESTARTS = tuple((process, reason) for process in ("adapters", "api", "engine") 
 TIERS = (("gpu",), ("host",), ("disk",), ("source",))
 
 
-def from_zero(known: Iterable[tuple[str, ...]], counts: Mapping[tuple[str, ...], int]) -> dict[tuple[str, ...], int]:
+def from_zero(known: Iterable[L], counts: Mapping[L, int]) -> dict[L, int]:
     """`counts` by their label values, and 0 for each of `known` that has none."""
     return dict.fromkeys(known, 0) | dict(counts)

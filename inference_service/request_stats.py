@@ -76,6 +76,7 @@ def _add_seconds(total: Seconds, more: Seconds) -> None:
     total.sum += more.sum
     total.count += more.count
     total.buckets = [a + b for a, b in zip(total.buckets, more.buckets, strict=True)]
+    total.longest = max(total.longest, more.longest)
 
 
 class ApiReport(msgspec.Struct, frozen=True):

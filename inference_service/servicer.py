@@ -112,21 +112,22 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         elif not request.HasField("text"):
             violations.add("prompt", "is missing: set text or chat")
         adapter = await self._prepare(request.adapter, "", violations, context)
-        text = await self._texts.of(adapter)
-        limits = self._text_limits(self._availability.engine, text)
-        special = request.add_special_tokens if request.HasField("add_special_tokens") else request.HasField("text")
-        if request.HasField("text"):
-            check_text(request.text, limits, violations)
+        with _naming(request.adapter, adapter):
+            text = await self._texts.of(adapter)
+            limits = self._text_limits(self._availability.engine, text)
+            special = request.add_special_tokens if request.HasField("add_special_tokens") else request.HasField("text")
+            if request.HasField("text"):
+                check_text(request.text, limits, violations)
+                violations.check()
+                ids = await tokenizer_of(text, "prompt.text").encode(request.text, special)
+            else:
+                check_chat_text(request.chat, limits, violations)
+                violations.check()
+                messages, max_bytes = request.chat.messages, limits.max_text_bytes
+                ids = await encode_chat(messages, text, max_bytes=max_bytes, add_special_tokens=special)
+            check_round_trip(len(ids), f"prompt.{request.WhichOneof('prompt')}", violations)
             violations.check()
-            ids = await tokenizer_of(text, "prompt.text").encode(request.text, special)
-        else:
-            check_chat_text(request.chat, limits, violations)
-            violations.check()
-            messages, max_bytes = request.chat.messages, limits.max_text_bytes
-            ids = await encode_chat(messages, text, max_bytes=max_bytes, add_special_tokens=special)
-        check_round_trip(len(ids), f"prompt.{request.WhichOneof('prompt')}", violations)
-        violations.check()
-        pieces = await tokenizer_of(text, "prompt").pieces(ids)
+            pieces = await tokenizer_of(text, "prompt").pieces(ids)
         return pb.TokenizeResponse(token_ids=ids, tokens=pieces)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:  # noqa: N802
@@ -134,11 +135,12 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         name_adapter(request, context, self._model.model_id)
         check_round_trip(len(request.token_ids), "token_ids", violations)
         adapter = await self._prepare(request.adapter, "", violations, context)
-        words = await self._texts.of(adapter)
-        check_token_ids(request.token_ids, "token_ids", words.vocab_size, violations)
-        violations.check()
-        tokenizer = tokenizer_of(words, "token_ids")
-        text = await tokenizer.decode_any(request.token_ids, request.skip_special_tokens)
+        with _naming(request.adapter, adapter):
+            words = await self._texts.of(adapter)
+            check_token_ids(request.token_ids, "token_ids", words.vocab_size, violations)
+            violations.check()
+            tokenizer = tokenizer_of(words, "token_ids")
+            text = await tokenizer.decode_any(request.token_ids, request.skip_special_tokens)
         if (nbytes := len(text.encode())) > MAX_TEXT_BYTES:
             raise InvalidArgument.of(
                 "token_ids", f"stand for {nbytes} bytes; at most {MAX_TEXT_BYTES} are sent at once"
@@ -161,12 +163,13 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         else:
             adapter = await self._prepare(request.adapter, choice_key, violations, context)
         prepare_seconds = time.monotonic() - record.arrival if adapter else 0.0
-        text = await self._texts.of(adapter)
-        text_limits = self._text_limits(ready, text)
-        if adapter is not None:
-            check_vocabulary(request, text_limits, violations)
-            violations.check()
-        ids = await prompt_ids(request, text, text_limits.max_text_bytes)
+        with _naming(record.adapter_name, adapter):
+            text = await self._texts.of(adapter)
+            text_limits = self._text_limits(ready, text)
+            if adapter is not None:
+                check_vocabulary(request, text_limits, violations)
+                violations.check()
+            ids = await prompt_ids(request, text, text_limits.max_text_bytes)
         check_length(len(ids), request, limits, violations)
         violations.check()
         if adapter is not None:

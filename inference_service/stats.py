@@ -16,28 +16,29 @@ SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 class Seconds(msgspec.Struct):
     """A histogram of durations. `buckets[i]`: those at most SECONDS_BOUNDS[i] and above the bound before; not summed
-    up. One bucket more than bounds."""
+    up. One bucket more than bounds. `longest`: of them all."""
 
     sum: float = 0.0
     count: int = 0
     buckets: list[int] = msgspec.field(default_factory=lambda: [0] * (len(SECONDS_BOUNDS) + 1))
+    longest: float = 0.0
 
     def add(self, seconds: float, count: int = 1) -> None:
         """One more duration, or `count` of the same."""
         self.sum += seconds * count
         self.count += count
         self.buckets[bisect_left(SECONDS_BOUNDS, seconds)] += count
+        self.longest = max(self.longest, seconds)
 
     def quantile(self, share: float) -> float:
-        """About the duration that `share` of them do not exceed: as if each bucket were evenly filled; 0 of none.
-
-        Of the last bucket only its lower bound is known.
+        """About the duration that `share` of them do not exceed: as if each bucket were evenly filled, and ended with
+        the longest of all; 0 of none.
         """
         left = share * self.count
         for index, count in enumerate(self.buckets):
             if count and left <= count:
                 lower = SECONDS_BOUNDS[index - 1] if index else 0.0
-                upper = SECONDS_BOUNDS[index] if index < len(SECONDS_BOUNDS) else lower
+                upper = min((*SECONDS_BOUNDS[index : index + 1], self.longest))
                 return lower + (upper - lower) * left / count
             left -= count
         return 0.0

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from inference_service.child import Child, ChildSpec, Outlets, stop_in_stages
 from inference_service.types import EXIT_CONFIG
 from inference_service.watchdog import Ask, watch
+from shared.errors import one_line
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Supervisor:
         observer: Observer | None = None,
         hangs: HangPolicy | None = None,
     ) -> None:
-        self.failure: str | None = None
+        self.failure: str | None = None  # one line
         self._hangs = hangs or HangPolicy(0.0, {})
         self._observer = observer
         self._children = [Child(spec, outlets, observer.on_report if observer else None) for spec in specs]
@@ -93,6 +94,14 @@ class Supervisor:
             await asyncio.gather(*keeping, return_exceptions=True)
             await stop_in_stages(self._children)
         return 0 if self.failure is None else self._exit_code
+
+    async def answers(self, role: str) -> bool:
+        """False if a process of this role is not up; else True, once all of them, which hear events, have answered."""
+        children = [child for child in self._children if child.spec.role == role]
+        if not all(child.is_up for child in children):
+            return False
+        await asyncio.gather(*(child.answer() for child in children))
+        return True
 
     def _watch_for_hangs(self) -> list[asyncio.Task[None]]:
         """Until a drain begins: a process that ends in order answers less and less."""
@@ -151,7 +160,7 @@ class Supervisor:
                 other.tell(event)
 
     def _fail(self, reason: str) -> None:
-        self.failure = self.failure or reason
+        self.failure = self.failure or one_line(reason)
         self._ended.set()
 
 

@@ -81,11 +81,11 @@ class AdapterTexts:
         loaded = await self._load(own)
         return RequestText(
             OwnTokenizer(own, loaded.longest_token) if loaded.own_tokenizer else base.tokenizer,
-            OwnTemplate(own) if loaded.own_template else base.template,
+            OwnTemplate(own, loaded.template_file) if loaded.template_file else base.template,
             vocab_size,
             tuple(token_id for token_id in loaded.eos_ids if token_id not in model.config.eos_token_ids),
             tokenizer_of=adapter.version if loaded.own_tokenizer else "",
-            template_of=adapter.version if loaded.own_template else "",
+            template_of=adapter.version if loaded.template_file else "",
         )
 
     async def close(self) -> None:

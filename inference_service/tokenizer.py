@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import tokenizers
 
 from inference_service.detokenizer import Detokenizer
+from shared.adapter_format.texts import TOKENIZER
 from shared.errors import InvalidArgument
 
 T = TypeVar("T")
@@ -92,10 +93,10 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     Raises:
         InvalidArgument: tokenizer.json is not one.
     """
-    path = folder / "tokenizer.json"
+    path = folder / TOKENIZER
     if not path.is_file():
         return None
     try:
         return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
     except Exception as error:  # tokenizers raises bare Exception for whatever is wrong with the file
-        raise InvalidArgument.of("tokenizer.json", f"is not a tokenizer: {error!s:.200}") from error
+        raise InvalidArgument.of(TOKENIZER, f"is not a tokenizer: {error!s:.200}") from error

@@ -26,7 +26,7 @@ from registry_service.migrations.revisions import SchemaOutdated
 from registry_service.server import start
 from shared import log as json_log
 from shared.config import ConfigError, load
-from shared.errors import InvalidArgument, LoraplexError
+from shared.errors import InvalidArgument, LoraplexError, one_line
 from shared.flags import flag_parser, startup_error
 from shared.grpc_server import stop_on_signals
 from shared.line_writer import LineWriter
@@ -68,8 +68,6 @@ def _run(command: str, toml: Path | None, flags: dict[str, Any], errors: LineWri
     try:
         config = load(RegistryConfig, toml=toml, env=os.environ, prefix=ENV_PREFIX, flags=flags)
         json_log.setup("registry", config.log_level, errors)
-        if command in ON_DATABASE:
-            logging.getLogger("alembic").setLevel(logging.WARNING)  # its steps are no news to whoever types a command
         if command == "migrate":
             migrations.upgrade(config.database)
             log.info("the database is migrated")
@@ -86,7 +84,7 @@ def _run(command: str, toml: Path | None, flags: dict[str, Any], errors: LineWri
     except LoraplexError as error:
         return 1, startup_error(error, RegistryConfig)
     except (SchemaOutdated, OSError) as error:
-        return 1, f"error: {error}"
+        return 1, f"error: {one_line(str(error))}"
     return 0, ""
 
 
@@ -129,7 +127,7 @@ def _parse(arguments: list[str]) -> tuple[str, dict[str, Any]]:
 def _parser(command: str) -> argparse.ArgumentParser:
     if command in ON_DATABASE:
         return flag_parser(RegistryConfig, f"{PROG} {command}", ON_DATABASE[command], names=("database", "log_level"))
-    also = "" if command else f" `{PROG} migrate` brings its database to the schema of this version."
+    also = "" if command else f" Commands for its database: {', '.join(f'{PROG} {each}' for each in ON_DATABASE)}."
     return flag_parser(RegistryConfig, f"{PROG} {command}".rstrip(), SERVE + also)
 
 

@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, TextIO
 
-from sqlalchemy import Connection, Table, create_engine, func, insert, select, update
+from sqlalchemy import Connection, Table, func, insert, select, update
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from registry_service import migrations
-from registry_service.database import configure_sqlite, driver_url, is_sqlite
+from registry_service.command_engine import command_engine
+from registry_service.database import is_sqlite
 from registry_service.models import (
     Adapter,
     AdapterVersion,
@@ -135,18 +136,14 @@ def _check_empty(connection: Connection) -> None:
 
 @contextmanager
 def _transaction(url: str, *, is_write: bool) -> Iterator[Connection]:
-    engine = create_engine(driver_url(url, is_async=False), execution_options={"is_write": is_write})
-    if is_sqlite(url):
-        configure_sqlite(engine)
-    else:
-        engine = engine.execution_options(isolation_level="REPEATABLE READ")
     try:
-        with engine.begin() as connection:
-            yield connection
+        with command_engine(url, is_write=is_write) as engine:
+            if not is_sqlite(url):
+                engine = engine.execution_options(isolation_level="REPEATABLE READ")
+            with engine.begin() as connection:
+                yield connection
     except OperationalError as error:
         raise RegistryUnavailable(f"the registry's database cannot be used: {error.orig}") from None
-    finally:
-        engine.dispose()
 
 
 def _lines(source: TextIO) -> Iterator[tuple[int, Any]]:

@@ -27,7 +27,7 @@ from shared.errors import (
     SourceUnavailable,
     from_record,
 )
-from shared.limits import is_limit
+from shared.ranges import is_limit
 from shared.references import LATEST, Reference, adapter_name, version_name
 
 log = logging.getLogger(__name__)

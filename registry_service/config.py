@@ -7,9 +7,10 @@ from registry_service.auto_registration import NamespaceSettings
 from registry_service.database import DEFAULT_URL
 from registry_service.quotas import is_quota
 from shared.auth.settings import AccessSettings
-from shared.config import is_address
+from shared.config import is_address, is_tcp_address
 from shared.errors import InvalidArgument
 from shared.limits import LimitSettings
+from shared.ranges import between, is_positive
 from shared.references import check_id
 from shared.sources.credentials import Credential
 from shared.sources.settings import ALLOWED_ENDPOINTS, ALLOWED_SOURCES, CREDENTIALS
@@ -40,11 +41,7 @@ def _are_roots(roots: dict[str, str]) -> str | None:
 
 
 def _is_address_or_off(address: str) -> str | None:
-    return None if address == "" else is_address(address)
-
-
-def _is_positive(value: float) -> str | None:
-    return None if value > 0 else "a number above zero"
+    return None if address == "" else is_tcp_address(address)
 
 
 @dataclass(frozen=True)
@@ -71,13 +68,13 @@ class RegistryConfig(AccessSettings, LimitSettings):
     allowed_sources: tuple[str, ...] = field(default=(), metadata=ALLOWED_SOURCES)
     allowed_endpoints: tuple[str, ...] = field(default=(), metadata=ALLOWED_ENDPOINTS)
     max_adapter_bytes: int = field(
-        default=2 << 30, metadata={"help": "Largest weights file that may be registered.", "check": _is_positive}
+        default=2 << 30, metadata={"help": "Largest weights file that may be registered.", "check": between(1, 1 << 60)}
     )
     max_config_bytes: int = field(
-        default=1 << 20, metadata={"help": "Largest adapter_config.json.", "check": _is_positive}
+        default=1 << 20, metadata={"help": "Largest adapter_config.json.", "check": between(1, 1 << 30)}
     )
     registration_seconds: float = field(
-        default=600.0, metadata={"help": "After this a registration is given up.", "check": _is_positive}
+        default=600.0, metadata={"help": "After this a registration is given up.", "check": is_positive}
     )
     namespaces: dict[str, NamespaceSettings] = field(
         default_factory=dict, metadata={"help": "What is special about namespaces, by name."}
@@ -93,7 +90,7 @@ class RegistryConfig(AccessSettings, LimitSettings):
     )
     resolve_ttl_seconds: float = field(
         default=10.0,
-        metadata={"help": "How long a resolution may be used without asking again.", "check": _is_positive},
+        metadata={"help": "How long a resolution may be used without asking again.", "check": is_positive},
     )
     listen_url: str = field(
         default="",
@@ -105,30 +102,30 @@ class RegistryConfig(AccessSettings, LimitSettings):
     )
     poll_seconds: float = field(
         default=0.25,
-        metadata={"help": "How often to look for changes of other registries.", "check": _is_positive},
+        metadata={"help": "How often to look for changes of other registries.", "check": is_positive},
     )
     log_keep_seconds: float = field(
         default=86_400.0,
-        metadata={"help": "A watch that was away for longer begins anew.", "check": _is_positive},
+        metadata={"help": "A watch that was away for longer begins anew.", "check": is_positive},
     )
     log_keep_changes: int = field(
         default=100_000,
-        metadata={"help": "A watch that missed more changes begins anew.", "check": _is_positive},
+        metadata={"help": "A watch that missed more changes begins anew.", "check": is_positive},
     )
     cached_adapters: int = field(
         default=20_000,
-        metadata={"help": "Adapters that are resolved from memory, about 10 kB each.", "check": _is_positive},
+        metadata={"help": "Adapters that are resolved from memory, about 10 kB each.", "check": is_positive},
     )
     deleted_keep_seconds: float = field(
         default=30 * 86_400.0,
-        metadata={"help": "How long what was deleted can be seen and undeleted.", "check": _is_positive},
+        metadata={"help": "How long what was deleted can be seen and undeleted.", "check": is_positive},
     )
     replica_lease_seconds: float = field(
         default=15.0,
-        metadata={"help": "A replica that does not report for so long counts as gone.", "check": _is_positive},
+        metadata={"help": "A replica that does not report for so long counts as gone.", "check": is_positive},
     )
     drain_grace: float = field(
-        default=20.0, metadata={"help": "How long running calls may take after SIGTERM.", "check": _is_positive}
+        default=20.0, metadata={"help": "How long running calls may take after SIGTERM.", "check": is_positive}
     )
     metrics_listen: str = field(
         default="",

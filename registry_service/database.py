@@ -3,21 +3,26 @@
 SQLite: the driver's own transaction control is off; writes begin IMMEDIATE, so a writer waits at its start and never
 fails in its middle. Postgres: reads see one snapshot; writes run READ COMMITTED and lock the rows they decide by.
 One SELECT alone sees one moment on either, so it goes without a transaction.
+
+Nothing waits for a database without end: what has not ended within `LIMIT_SECONDS` is given up, and so is its
+connection. Whether a write was committed is then as little known as when its connection breaks during the commit.
 """
 
 import asyncio
 import logging
 import random
-import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, ExceptionContext, Executable, Row, create_engine, event
-from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.pool import ConnectionPoolEntry
 
+from registry_service.database_errors import cause, kind_of
+from registry_service.giving_up import give_up
 from shared.errors import RegistryUnavailable
 
 log = logging.getLogger(__name__)
@@ -26,26 +31,25 @@ T = TypeVar("T")
 Work = Callable[[AsyncSession], Awaitable[T]]
 
 MAX_OVERFLOW = 10  # connections that a pool opens beyond its size while they are needed
+LIMIT_SECONDS = 15.0  # for a transaction with its repetitions, the wait for a connection included
 _ATTEMPTS = 5
 _RETRY_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
-_BUSY_MILLISECONDS = 15_000
-# A connection to Postgres whose other end is gone without a word is given up within seconds, idle or not.
-_SILENCE: dict[str, Any] = {"keepalives_idle": 5, "keepalives_interval": 2, "tcp_user_timeout": 10_000}
+_BUSY_MILLISECONDS = 10_000
+# Arguments of connections to Postgres: one whose other end is gone without a word is given up within seconds.
+PATIENCE: dict[str, Any] = {
+    "connect_timeout": 5, "keepalives_idle": 5, "keepalives_interval": 2, "tcp_user_timeout": 10_000
+}  # fmt: skip
 _UNAVAILABLE = "the registry's database is unavailable"
 _POSTGRES: dict[str, Any] = {
     "pool_timeout": 10,
     "max_overflow": MAX_OVERFLOW,
     # Prepared statements do not survive a transaction pooler between us and Postgres.
-    "connect_args": {"prepare_threshold": None, "connect_timeout": 5, **_SILENCE},
+    "connect_args": {"prepare_threshold": None, **PATIENCE},
 }
 DEFAULT_URL = "sqlite:///var/registry.db"  # as in the configuration
 
-_SQLITE_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-_SQLITE_BROKEN = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY)
-_REPEATABLE_STATES = ("40001", "40P01")  # serialization_failure, deadlock_detected
 _TAKES_NO_WRITES = ("25006", "0A000")  # read-only transaction; READ WRITE cannot be set while a standby recovers
-_LOST_CLASSES = ("08", "57P", "53", "3D")  # connection, shutting down or starting, out of something, no such database
 
 
 class Database:
@@ -61,8 +65,11 @@ class Database:
             reading = reading.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         self._readers = async_sessionmaker(reading, expire_on_commit=False)
         self._writers = async_sessionmaker(writing, expire_on_commit=False)
-        self._running: set[asyncio.Future[Any]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
         self._is_down = False
+        self._num_disposals = 0
+        for engine in (self.engine, self.lookups):
+            self._close_after_disposal(engine.sync_engine if isinstance(engine, AsyncEngine) else engine)
         self.on_write: Callable[[], None] = lambda: None  # called after every commit of a `write`
         self.on_connection: Callable[[float], None] = lambda seconds: None  # told how long each was waited for
 
@@ -108,23 +115,55 @@ class Database:
         return await self._finished(committed())
 
     async def close(self) -> None:
-        """Waits a moment for what runs, then closes every connection."""
+        """Waits a moment for what runs, gives up what then still does, and closes every connection."""
         if self._running:
-            await asyncio.wait(self._running, timeout=_CLOSE_SECONDS)
+            _, overdue = await asyncio.wait(self._running, timeout=0 if self._is_down else _CLOSE_SECONDS)
+            await give_up(overdue)
+        await self._dispose()
+
+    async def _dispose(self) -> None:
+        """Closes connections that are not in use; those that are, when they are returned."""
+        self._num_disposals += 1
         await self.engine.dispose()
         if isinstance(self.lookups, AsyncEngine):
             await self.lookups.dispose()
         else:
             self.lookups.dispose()
 
+    def _close_after_disposal(self, engine: Engine) -> None:
+        """A pool that was disposed of keeps what is returned to it, for nobody."""
+
+        @event.listens_for(engine, "connect")
+        def on_connect(_connection: object, record: ConnectionPoolEntry) -> None:
+            record.info["num_disposals"] = self._num_disposals
+
+        @event.listens_for(engine, "checkin")
+        def on_checkin(connection: object | None, record: ConnectionPoolEntry) -> None:
+            if connection is not None and record.info["num_disposals"] < self._num_disposals:
+                record.invalidate()
+
     async def _finished(self, transaction: Coroutine[Any, Any, T]) -> T:
         """It runs to its end though its caller may leave: cut off half-way it would cost its connection."""
-        task = asyncio.ensure_future(transaction)
+        return await asyncio.shield(self._started(self._limited(self._started(transaction))))
+
+    async def _limited(self, task: "asyncio.Task[T]") -> T:
+        await asyncio.wait([task], timeout=LIMIT_SECONDS)
+        if task.done():
+            return task.result()
+        self._started(give_up([task]))  # nobody waits for that
+        if not self._is_down and isinstance(self.lookups, AsyncEngine):
+            # Connections that idle are likely no better, and each would cost a caller as much; new ones fail sooner.
+            self._started(self._dispose())
+        self._went_down(f"no answer within {LIMIT_SECONDS:g} s")
+        raise RegistryUnavailable(_UNAVAILABLE, retry_after=_RETRY_SECONDS)
+
+    def _started(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        task = asyncio.get_running_loop().create_task(work)
         self._running.add(task)
         task.add_done_callback(self._forget)
-        return await asyncio.shield(task)
+        return task
 
-    def _forget(self, task: "asyncio.Future[Any]") -> None:
+    def _forget(self, task: "asyncio.Task[Any]") -> None:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # seen, also when nobody waits any more
@@ -145,24 +184,25 @@ class Database:
             return await work(session)
 
     async def _repeat(self, once: Callable[[], Awaitable[T]]) -> T:
+        latest = time.monotonic() + _BUSY_MILLISECONDS / 1000  # a SQLite file that is locked for so long stays so
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 result = await once()
                 self._came_up()
                 return result
             except (DBAPIError, PoolTimeout, OSError) as error:
-                kind = _kind(error)
+                kind = kind_of(error)
                 if kind == "bug" or (attempt == _ATTEMPTS and isinstance(error, IntegrityError)):
                     raise
-                if kind == "lost" or attempt == _ATTEMPTS:
-                    self._went_down(error)
+                if kind == "lost" or attempt == _ATTEMPTS or time.monotonic() >= latest:
+                    self._went_down(cause(error))
                     raise RegistryUnavailable(_UNAVAILABLE, retry_after=_RETRY_SECONDS) from None
                 await asyncio.sleep(random.uniform(0, 0.02) * attempt)
         raise AssertionError("unreachable")
 
-    def _went_down(self, error: Exception) -> None:
+    def _went_down(self, reason: str) -> None:
         if not self._is_down:
-            log.warning("the database cannot be used: %s", error)
+            log.warning("the database cannot be used: %s", reason)
         self._is_down = True
 
     def _came_up(self) -> None:
@@ -233,19 +273,3 @@ def configure_sqlite(engine: Any, *, begins: bool = True) -> None:
 
     if begins:
         event.listen(engine, "begin", on_begin)
-
-
-def _kind(error: Exception) -> Literal["lost", "race", "bug"]:
-    """What a failed statement means: no usable database, a lost race (repeat it), or a mistake in it."""
-    if not isinstance(error, DBAPIError):
-        return "lost"
-    if isinstance(error, IntegrityError):
-        return "race"  # rules are checked first, so only somebody else's row can be in the way
-    if isinstance(error.orig, sqlite3.Error):
-        code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF
-        return "race" if code in _SQLITE_BUSY else "lost" if code in _SQLITE_BROKEN else "bug"
-    state = getattr(error.orig, "sqlstate", None)
-    if state in _REPEATABLE_STATES:
-        return "race"
-    no_answer = state is None and isinstance(error, OperationalError)
-    return "lost" if error.connection_invalidated or no_answer or str(state).startswith(_LOST_CLASSES) else "bug"

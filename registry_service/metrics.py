@@ -6,6 +6,7 @@ Every label has few values: names of RPCs, gRPC's codes, and words of this file.
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import grpc
@@ -14,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from loraplex.registry.v1 import registry_pb2
 from registry_service.adapter_cache import AdapterCache
 from registry_service.change_log import ChangeLog
 from registry_service.database import MAX_OVERFLOW, Database
@@ -24,6 +26,9 @@ from shared.call_observers import EndCall
 
 BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0, 600.0)
 _OTHER = "other"
+_SERVICE = f"/{registry_pb2.DESCRIPTOR.services_by_name['AdapterRegistryService'].full_name}/"
+# What alerts look at begins at 0: Prometheus sees no growth in a series that begins with its first event.
+_FROM_ZERO = ("OK", "DATA_LOSS", "INTERNAL", "UNAVAILABLE", "UNKNOWN")
 
 
 class RegistryMetrics:
@@ -38,6 +43,9 @@ class RegistryMetrics:
         self._calls = Counter(
             "loraplex_registry_requests", "Calls that ended", ("rpc", "code"), registry=self.collector
         )
+        for method, code in product(RULES, _FROM_ZERO):
+            if method.startswith(_SERVICE):
+                self._calls.labels(method.removeprefix(_SERVICE), code)
         self._seconds = Histogram(
             "loraplex_registry_request_seconds",
             "How long calls took, but for watches",

@@ -12,14 +12,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from registry_service.models import DELETED, Adapter, AdapterVersion
 from shared.errors import NamespaceQuota
+from shared.ranges import between
 from shared.references import namespace_name
 
+is_quota = between(0, (1 << 62) - 1)  # a `check` for a limit; the database counts in 64 bits
 _LOCK_SEED = 0x71756F74  # sets these locks apart from others in the database
-
-
-def is_quota(number: int) -> str | None:
-    """A `check` for a limit."""
-    return None if 0 <= number < 1 << 62 else "0 or more"
 
 
 class Amounts(NamedTuple):

@@ -173,7 +173,8 @@ async def _base_model(session: AsyncSession, request: Registration, adapter: Ada
     base = await repository.base_model(session, wanted)
     if base is None:
         raise BaseModelUnknown(
-            f"base model {wanted} is not registered; a replica that serves it, or RegisterBaseModel, makes it known",
+            f"base model {wanted} is not registered; a replica that serves it makes it known, or RegisterBaseModel "
+            "(loraplex base-model register)",
             metadata={"base_model": wanted},
         )
     if adapter is not None and adapter.base_model != base.id:

@@ -9,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from registry_service.models import Replica, Resident
 from registry_service.repository import parts
+from shared.errors import BaseModelConflict
 
 
 async def replica(session: AsyncSession, name: str, *, lock: bool = False) -> Replica | None:
@@ -42,6 +43,16 @@ async def residents(session: AsyncSession, digests: Iterable[str], now: datetime
         query = select(Resident).join(Replica, Replica.name == Resident.replica)
         query = query.where(Resident.digest.in_(part), Replica.lease_expire_time > now)
         found.update(((row.replica, row.digest), row) for row in await session.scalars(query))
+    return found
+
+
+async def of_another_base_model(session: AsyncSession, names: Collection[str]) -> set[str]:
+    """Those of the replicas that report a BASE_MODEL_CONFLICT. They do of all that they name, so one entry tells."""
+    first = select(Resident.reason).where(Resident.replica == Replica.name).order_by(Resident.digest).limit(1)
+    found: set[str] = set()
+    for part in parts(sorted(names)):
+        query = select(Replica.name).where(Replica.name.in_(part))
+        found.update(await session.scalars(query.where(first.scalar_subquery() == BaseModelConflict.reason)))
     return found
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from registry_service.registration import Registrar
 from registry_service.replicas import Replicas
 from registry_service.service import RegistryService
 from registry_service.servicer import RegistryServicer
+from registry_service.sqlite_claim import claim
 from registry_service.validation import Limits
 from registry_service.watch import Watches
 from shared.auth.gate import AccessGate
@@ -33,6 +35,7 @@ from shared.auth.tenant_calls import TenantCalls
 from shared.call_observers import CallObserver
 from shared.errors import InvalidArgument
 from shared.grpc_server import BoundServer, create_server, drain
+from shared.listening import check_ports
 from shared.metrics import MetricsServer
 from shared.references import check_id, parse_base_model
 from shared.sources.policy import SourcePolicy
@@ -69,14 +72,15 @@ async def start(config: RegistryConfig) -> RunningRegistry:
     Raises:
         SchemaOutdated: Postgres has not been migrated.
         RegistryUnavailable: the database cannot be reached.
-        InvalidArgument: a file root does not exist, settings of a namespace, of callers or of TLS are wrong, or the
-            address is taken.
+        InvalidArgument: a file root does not exist, settings of a namespace, of callers or of TLS are wrong, an address
+            is taken, or another process serves the SQLite database: nothing has been written then.
     """
-    roots = _existing(config.file_roots)
+    roots, namespaces = _existing(config.file_roots), _checked(config.namespaces)
+    listens = {name: getattr(config, name) for name in ("listen", "health_listen", "metrics_listen")}
+    await asyncio.to_thread(check_ports, listens)
     gate, credentials = AccessGate(config.authenticator(), _tenant_calls(config)), config.tls_credentials()
-    prepare = migrations.upgrade if is_sqlite(config.database) else migrations.check
-    await asyncio.to_thread(prepare, config.database)
     async with AsyncExitStack() as parts:
+        await asyncio.to_thread(_prepare, config.database, parts)
         metrics = RegistryMetrics() if config.metrics_listen else None
         observers: list[CallObserver] = [*([metrics] if metrics else []), *_traces(config, parts)]
         database = Database(config.database)
@@ -94,7 +98,7 @@ async def start(config: RegistryConfig) -> RunningRegistry:
         purger = Purger(database, keep)
         purging = asyncio.get_running_loop().create_task(purger.run())
         parts.callback(purging.cancel)
-        auto = AutoRegistrar(registrar, _checked(config.namespaces), cache.forget)
+        auto = AutoRegistrar(registrar, namespaces, cache.forget)
         parts.push_async_callback(auto.close)
         service = RegistryService(database, registrar, changes, cache, watches, auto)
         servicer = RegistryServicer(
@@ -121,6 +125,16 @@ async def start(config: RegistryConfig) -> RunningRegistry:
         warn_of_open_access(config, config.listen)
         log.info("the registry is ready", extra={"port": bound.port, "listen": config.listen})
         return RunningRegistry(bound.port, metrics_port, database, changes, bound, watches, parts.pop_all())
+
+
+def _prepare(database: str, parts: AsyncExitStack) -> None:
+    """Blocks."""
+    if is_sqlite(database):
+        migrations.check_folder(database)
+        parts.callback(os.close, claim(Path(database.removeprefix("sqlite:///"))))  # the last to be closed
+        migrations.upgrade(database)
+    else:
+        migrations.check(database)
 
 
 def _traces(config: RegistryConfig, parts: AsyncExitStack) -> list[CallObserver]:

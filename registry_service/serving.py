@@ -1,6 +1,6 @@
 """What lists show of an adapter beside its row: the version that its name alone means, and which replicas serve it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -9,10 +9,15 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from registry_service import replica_queries, repository
 from registry_service.models import Replica, Resident
 from registry_service.repository import AdapterView
+from shared.errors import BaseModelConflict
 from shared.references import LATEST
 
 MAX_NOT_READY = 100
 _READY = ("HOST", "GPU")
+_ANOTHER_BASE_MODEL = (
+    "its base model is not the one that is registered under this id, so it serves no adapter; start it with the "
+    "registered weights, or under another id (--model-name)"
+)
 
 
 class NotReady(NamedTuple):
@@ -60,7 +65,9 @@ async def shown(session: AsyncSession, views: Sequence[AdapterView], now: dateti
     replicas = await replica_queries.live_by_base_model(session, {view.adapter.base_model for view in views}, now)
     residents: dict[tuple[str, str], Resident] = {}
     revisions: dict[str, int] = {}
+    others: set[str] = set()
     if replicas:
+        others = await replica_queries.of_another_base_model(session, [r.name for of in replicas.values() for r in of])
         residents = await replica_queries.residents(session, {facts.digest for facts in versions.values()}, now)
         revisions = await repository.last_changes(session, uids)
     found = []
@@ -68,7 +75,8 @@ async def shown(session: AsyncSession, views: Sequence[AdapterView], now: dateti
         uid = view.adapter.uid
         numbers = {number: versions[uid, number] for number, _ in targets[uid] if (uid, number) in versions}
         digests = {number: facts.digest for number, facts in numbers.items()}
-        serving = _serving(view, digests, replicas[view.adapter.base_model], residents, revisions.get(uid, 0))
+        live = replicas[view.adapter.base_model]
+        serving = _serving(view, digests, live, residents, revisions.get(uid, 0), others)
         found.append(ShownAdapter(view, counts.get(uid, 0), _default(targets[uid], numbers), serving))
     return found
 
@@ -94,7 +102,9 @@ def _serving(
     replicas: Sequence[Replica],
     residents: Mapping[tuple[str, str], Resident],
     last_change: int,
+    others: Set[str],
 ) -> Serving:
+    """`others`: replicas whose base model is not the one that is registered."""
     by_version: dict[int, int] = dict.fromkeys(digests, 0)
     not_ready: list[NotReady] = []
     for replica in replicas:
@@ -103,7 +113,11 @@ def _serving(
         for number in held.keys() - set(missing):
             by_version[number] += 1
         if missing or not digests:
-            not_ready.append(_why(view, replica, missing, held, last_change))
+            not_ready.append(
+                NotReady(replica.name, BaseModelConflict.reason, _ANOTHER_BASE_MODEL)
+                if replica.name in others
+                else _why(view, replica, missing, held, last_change)
+            )
     return Serving(len(replicas) - len(not_ready), len(replicas), not_ready[:MAX_NOT_READY], by_version)
 
 

@@ -20,7 +20,7 @@ from shared.adapter_format.header import MAX_HEADER_BYTES, read_header
 from shared.adapter_format.reasons import file_invalid
 from shared.adapter_format.served import check_served
 from shared.adapter_format.summary import ModuleSummary, summarise
-from shared.adapter_format.texts import text_files, text_warnings
+from shared.adapter_format.texts import check_texts_are_files, text_files, text_warnings
 from shared.base_model import ModelConfig, default_id
 from shared.digest import FileEntry, manifest_digest
 from shared.sources.policy import SourcePolicy
@@ -86,7 +86,9 @@ def validate(
         AdapterInvalid, UnsupportedAdapter: metadata names the file, key or tensor.
     """
     source, listing, above = adapter_folder(origin, policy, stopping)
-    names = adapter_files(listing, source.folders if isinstance(source, FolderedSource) else tuple)
+    folders = source.folders if isinstance(source, FolderedSource) else tuple
+    names = adapter_files(listing, folders)
+    check_texts_are_files(listing, folders)
     with source.open(names.config) as file:
         raw_config, config_entry = _read_config(file, names.config, limits.config)
     config = parse_adapter_config(raw_config)

@@ -1,6 +1,7 @@
 """A chat template as its files hold it, and the language that it is written in: what both services know of one.
 
-Nothing here runs a template. Parsing evaluates none of its expressions, as compiling does (`{{ 9 ** 9 ** 9 }}`).
+Nothing here runs a template. Parsing evaluates none of its expressions; compiling none but those of `autoescape`, where
+jinja2 would compute each that is constant (`{{ 9 ** (9 ** 9) }}`).
 """
 
 import json
@@ -12,6 +13,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.adapter_format.texts import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER_CONFIG
@@ -54,10 +56,20 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+@jinja2.pass_context
+def _unchanged(_: Context, value: Any) -> Any:
+    """What is said to depend on a template's variables is computed when it renders, constant or not."""
+    return value
+
+
 def environment() -> ImmutableSandboxedEnvironment:
-    """What transformers gives a chat template to work with."""
+    """What transformers gives a chat template to work with; constants too are computed when it renders."""
     result = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, loopcontrols],
+        optimized=False,
+        finalize=_unchanged,
     )
     result.filters["tojson"] = _tojson
     result.globals["raise_exception"] = _raise_exception

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get
 T = TypeVar("T")
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_TOO_LARGE = 1 << 1000  # for a float
 _FEW = 16  # names that still fit into a message
 # Kubernetes sets such variables for every Service: one called `loraplex-registry` makes LORAPLEX_REGISTRY_PORT.
 _SERVICE_LINK = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT|PORT_\d+_(TCP|UDP)(_.*)?)")
@@ -99,9 +100,14 @@ def options(cls: type[Any]) -> list[Option]:
 
 def is_address(text: str) -> str | None:
     """A `check` for an address to listen on: HOST:PORT, [IPv6]:PORT or unix:PATH."""
+    return None if text.startswith("unix:") else is_tcp_address(text)
+
+
+def is_tcp_address(text: str) -> str | None:
+    """A `check` for an address of HTTP: HOST:PORT or [IPv6]:PORT."""
     host, colon, port = text.rpartition(":")
     is_right = bool(colon and host and port.isdecimal() and int(port) < 1 << 16)
-    return None if is_right or text.startswith("unix:") else "HOST:PORT"
+    return None if is_right and not text.startswith("unix:") else "HOST:PORT"
 
 
 def load(cls: type[T], *, toml: Path | None, env: Mapping[str, str], prefix: str, flags: Mapping[str, Any]) -> T:
@@ -273,8 +279,9 @@ def _read(given: _Given, kind: _Type) -> Any:
 def _scalar(raw: Any, kind: _Type) -> Any:
     value = _parsed(raw.strip(), kind.kind) if isinstance(raw, str) else raw
     if kind.kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) < _TOO_LARGE else math.inf
     is_right = isinstance(value, kind.kind) and (kind.kind is bool or not isinstance(value, bool))
+    is_right = is_right and not (isinstance(value, float) and not math.isfinite(value))
     if not is_right or (kind.choices and value not in kind.choices):
         raise _Wrong(_named(kind), raw)
     return value
@@ -286,7 +293,7 @@ def _parsed(text: str, kind: type) -> Any:
         if kind is bool:
             return True if text.lower() in _TRUE else False if text.lower() in _FALSE else None
         if kind is float:
-            return number if math.isfinite(number := float(text)) else None
+            return float(text)
         return kind(text)
     except ValueError:
         return None

@@ -72,6 +72,11 @@ class ErrorRecord(msgspec.Struct, frozen=True):
     violations: tuple[FieldViolation, ...] = ()
 
 
+def one_line(text: str) -> str:
+    """`text` as one line, whatever a driver, a server or a name that it quotes has put into it."""
+    return " ".join(line.strip() for line in text.splitlines())
+
+
 class LoraplexError(Exception):
     """An error that a caller may see.
 
@@ -98,7 +103,7 @@ class LoraplexError(Exception):
     @property
     def summary(self) -> str:
         """Reason and message in one line."""
-        return f"{self.reason}: {self.message}"
+        return one_line(f"{self.reason}: {self.message}")
 
     @property
     def may_pass(self) -> bool:

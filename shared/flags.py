@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shared.config import ConfigError, Option, options
-from shared.errors import InvalidArgument, LoraplexError
+from shared.errors import InvalidArgument, LoraplexError, one_line
 
 
 def flag_parser(
@@ -40,7 +40,7 @@ def startup_error(error: ConfigError | LoraplexError, cls: type) -> str:
         text = "; ".join(f"{flags.get(v.field, v.field)}: {v.description}" for v in error.violations)
     else:
         text = error.summary
-    return f"error: {' '.join(line.strip() for line in text.splitlines())}"  # a driver's text may have several
+    return f"error: {one_line(text)}"
 
 
 def _add(parser: argparse.ArgumentParser, option: Option) -> None:

@@ -4,30 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from shared.ranges import Check, between, is_limit, is_positive
 from shared.rates import Rate, TenantBuckets
 
 NEVER_MS = (1 << 31) - 1  # gRPC's own "never"
-_LARGEST = 1 << 31
 
 
-def is_limit(value: float) -> str | None:
-    """A `check` for a limit that may be none."""
-    return None if 0 <= value < _LARGEST else "a number, 0 for no limit"
-
-
-def _is_positive(value: float) -> str | None:
-    return None if 0 < value < _LARGEST else "a number above zero"
-
-
-def _are_message_bytes(value: int) -> str | None:
-    return None if 1 << 10 <= value <= 1 << 30 else "1024 to 1073741824"
-
-
-def _are_metadata_bytes(value: int) -> str | None:
-    return None if 1 << 10 <= value <= 1 << 20 else "1024 to 1048576"
-
-
-def _setting(default: Any, description: str, check: Any) -> Any:
+def _setting(default: Any, description: str, check: Check) -> Any:
     return field(default=default, metadata={"help": description, "check": check})
 
 
@@ -39,15 +22,17 @@ class LimitSettings:
         1024, "connections of one process; more are closed as they come; 0: any number", is_limit
     )
     max_streams_per_connection: int = _setting(
-        1024, "calls at once on one connection; its client keeps more back", _is_positive
+        1024, "calls at once on one connection; its client keeps more back", is_positive
     )
     max_calls: int = _setting(4096, "calls at once of one process before QUEUE_FULL; 0: any number", is_limit)
     max_calls_per_tenant: int = _setting(
         2048, "calls at once of one tenant in one process before TENANT_QUOTA; 0: any number", is_limit
     )
-    max_request_bytes: int = _setting(16 << 20, "bytes of a request", _are_message_bytes)
-    max_metadata_bytes: int = _setting(8 << 10, "bytes of a call's metadata, tokens among it", _are_metadata_bytes)
-    handshake_seconds: float = _setting(20.0, "seconds that a new connection has for TLS and HTTP/2", _is_positive)
+    max_request_bytes: int = _setting(16 << 20, "bytes of a request", between(1 << 10, 1 << 30))
+    max_metadata_bytes: int = _setting(
+        8 << 10, "bytes of a call's metadata, tokens among it", between(1 << 10, 1 << 20)
+    )
+    handshake_seconds: float = _setting(20.0, "seconds that a new connection has for TLS and HTTP/2", is_positive)
     connection_idle_seconds: float = _setting(
         900.0, "a connection without a call for so long is closed; 0: it is not", is_limit
     )
@@ -57,15 +42,15 @@ class LimitSettings:
     connection_grace_seconds: float = _setting(
         3600.0, "seconds that its running calls have then; 0: as long as they take", is_limit
     )
-    keepalive_seconds: float = _setting(60.0, "a silent connection is asked so often whether it is alive", _is_positive)
-    keepalive_timeout_seconds: float = _setting(20.0, "and closed if it does not answer for so long", _is_positive)
+    keepalive_seconds: float = _setting(60.0, "a silent connection is asked so often whether it is alive", is_positive)
+    keepalive_timeout_seconds: float = _setting(20.0, "and closed if it does not answer for so long", is_positive)
     slow_client_seconds: float = _setting(
         60.0, "a stream whose client takes nothing for so long ends with CLIENT_TOO_SLOW; 0: it does not", is_limit
     )
     tenant_requests_per_second: float = _setting(
         0.0, "calls a second of one tenant in one process before RATE_LIMITED; 0: any number", is_limit
     )
-    tenant_burst_seconds: float = _setting(10.0, "how many seconds of its rate a tenant may save up", _is_positive)
+    tenant_burst_seconds: float = _setting(10.0, "how many seconds of its rate a tenant may save up", is_positive)
 
     def limits(self) -> "LimitSettings":
         """These settings alone, of a service's configuration that has others as well."""

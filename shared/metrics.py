@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import sys
 import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from shared.errors import InvalidArgument
+from shared.listening import refused
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +38,19 @@ class MetricsServer:
             daemon_threads = True
 
             def handle_error(self, *_: object) -> None:
-                log.warning("a scrape failed", exc_info=True)  # not to stderr itself, which it might wait for
+                if isinstance(sys.exception(), ConnectionError | TimeoutError):
+                    log.debug("a client left before its answer was whole")
+                else:
+                    log.warning("a scrape failed", exc_info=True)  # not to stderr itself, which it might wait for
 
         class Handler(_Handler):
             source = collector
 
         try:
             self._server = Server((host, int(port)), Handler)
-        except (OSError, OverflowError) as error:
+        except OSError as error:
+            raise refused("metrics_listen", listen, error) from error
+        except OverflowError as error:
             raise InvalidArgument.of("metrics_listen", f"cannot listen on {listen}: {error}") from error
         self.port: int = self._server.server_address[1]
         serve = partial(self._server.serve_forever, poll_interval=_CLOSE_SECONDS)

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
 LONG = ("kinds", "e2e", "registry_service", "kernels")
-PATIENT = ("kinds", "e2e")  # they start several processes, and wait for each of them up to a minute
+# They start processes, and wait for each of them up to a minute.
+PATIENT = ("kinds", "e2e", "registry_service", "inference_service", "loraplex", "examples", "deploy", "shared")
 PATIENT_SECONDS = 300
 
 # Libraries read these when they are first imported.
@@ -54,6 +55,12 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_runtest_setup() -> None:
+    """Torch's random numbers are the same in every run, whatever ran before in this process."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

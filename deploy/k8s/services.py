@@ -15,15 +15,18 @@ from typing import Any
 from deploy.k8s.builds import Manifest
 from inference_service.config import ENV_PREFIX as INFERENCE_PREFIX
 from inference_service.config import InferenceConfig
+from inference_service.launch import BaseModel, child_specs
 from inference_service.server import SERVICE_NAMES
 from registry_service.__main__ import ON_DATABASE
 from registry_service.config import ENV_PREFIX as REGISTRY_PREFIX
 from registry_service.config import RegistryConfig
 from registry_service.server import SERVICE
 from shared.config import ConfigError, load
+from shared.errors import InvalidArgument
 from shared.flags import flag_parser
 
-CLOSING_SECONDS = 10.0  # after the drain, to end processes in order
+CLOSING_SECONDS = 10.0  # a registry's after its drain: what the services need to be closed
+SPARE_SECONDS = 5.0  # a replica's beside the graces of its processes, for all else
 # Names of container ports, by the setting that says what listens there.
 PORTS = {"listen": "grpc", "metrics_listen": "metrics", "health_listen": "health"}
 # What stands for the value of a variable that comes from a Secret.
@@ -198,11 +201,30 @@ def _probe_errors(each: Running) -> Iterator[str]:
 
 def _drain_errors(each: Running) -> Iterator[str]:
     pause = each.container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-    grace, needed = each.pod.get("terminationGracePeriodSeconds", 30), pause + each.config.drain_grace + CLOSING_SECONDS
     if not pause:
         yield "does not pause before it stops: clients would still be sent to it"
+    try:
+        grace, needed = each.pod.get("terminationGracePeriodSeconds", 30), pause + _ending_seconds(each.config)
+    except InvalidArgument as error:
+        yield error.summary
+        return
     if grace < needed:
-        yield f"is killed after {grace} s and needs {needed:.0f}: preStop, drain_grace, and time to close"
+        yield f"is killed after {grace} s and needs {needed:.0f}: preStop, drain_grace, and time to end processes"
+
+
+def _ending_seconds(config: Any) -> float:
+    """From SIGTERM to the end at the latest. A replica's processes end stage by stage, each killed after its grace.
+
+    Raises:
+        InvalidArgument: the engine refuses its settings.
+    """
+    if not isinstance(config, InferenceConfig):
+        return float(config.drain_grace + CLOSING_SECONDS)
+    nowhere = BaseModel(Path(config.model), "any", "", "cpu", "float32")
+    graces: dict[int, float] = {}
+    for spec in child_specs(config, nowhere, Path("/run"), 0):
+        graces[spec.stage] = max(spec.grace, graces.get(spec.stage, 0.0))
+    return sum(graces.values()) + SPARE_SECONDS
 
 
 def _is_below(path: str, folder: str) -> bool:

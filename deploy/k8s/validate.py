@@ -9,10 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from deploy.k8s.access import access_errors
-from deploy.k8s.builds import EXCLUSIVE, K8S, Build, BuildError, builds
+from deploy.k8s.builds import EXCLUSIVE, FILE_NAMES, K8S, Build, BuildError, builds, kustomization
 from deploy.k8s.policy import policy_errors
 from deploy.k8s.schemas import schema_errors
 from deploy.k8s.services import service_errors
@@ -40,11 +38,11 @@ def exclusion_errors() -> Iterator[str]:
             yield f"{build}: neither kustomize nor a check refuses it"
 
 
-def renaming_errors(kustomization: Mapping[str, Any]) -> Iterator[str]:
+def renaming_errors(wanted: Mapping[str, Any]) -> Iterator[str]:
     """What of a kustomization changes names or selectors: others know Services by name, and selectors are immutable."""
     forbidden = ("namePrefix", "nameSuffix", "commonLabels")
-    yield from (f"has {key}" for key in forbidden if key in kustomization)
-    for labels in kustomization.get("labels", []):
+    yield from (f"has {key}" for key in forbidden if key in wanted)
+    for labels in wanted.get("labels", []):
         if labels.get("includeSelectors"):
             yield "puts labels into selectors"
 
@@ -59,8 +57,8 @@ def lint_errors() -> list[str]:
 def main() -> int:
     """Prints what is wrong; the exit code is 1 if anything is."""
     found = {str(build): build_errors(build) for build in builds()}
-    for path in sorted(K8S.rglob("kustomization.yaml")):
-        if errors := list(renaming_errors(yaml.safe_load(path.read_text()))):
+    for path in sorted(path for name in FILE_NAMES for path in K8S.rglob(name)):
+        if errors := list(renaming_errors(kustomization(path.parent))):
             found[str(path.relative_to(K8S))] = errors
     found |= {"exclusive components": list(exclusion_errors()), "Dockerfiles": lint_errors()}
     for name, errors in found.items():

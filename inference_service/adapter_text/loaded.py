@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +14,9 @@ from inference_service.tokenizer import longest_token
 from shared.adapter_format.reasons import file_invalid
 from shared.adapter_format.text_checks import LEAVE_OUT, of_file
 from shared.adapter_format.texts import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG
-from shared.adapter_format.vocabulary import check_vocabulary
-from shared.chat_template import TemplateSource, special_tokens, template_source
+from shared.adapter_format.token_settings import check_token_settings
+from shared.adapter_format.vocabulary import SAVE_TOKENIZER, check_vocabulary, no_id_of_model
+from shared.chat_template import TemplateSource, special_tokens, template_file, template_source
 from shared.errors import InvalidArgument
 from shared.model_folder import read_files
 
@@ -45,7 +46,7 @@ def read_base_text(folder: Path) -> BaseText:
 
 
 class LoadedText:
-    """What an adapter brings and the base model does not have.
+    """What an adapter brings and the base model does not have. Its template is not compiled until `compile`.
 
     Raises:
         AdapterInvalid: a file is not what it should be, or contradicts the base model (metadata `file`).
@@ -53,7 +54,10 @@ class LoadedText:
 
     def __init__(self, files: Mapping[str, bytes], base: BaseText, vocab_size: int) -> None:
         self._tokenizer: Any = None
+        self._source: TemplateSource | None = None
         self._template: ChatTemplate | None = None
+        self._template_file = ""
+        self._vocab_size = vocab_size
         vocabulary = base.vocabulary
         if TOKENIZER in files:
             backend = _tokenizer(files[TOKENIZER])
@@ -67,7 +71,10 @@ class LoadedText:
                 tokens = source.special_tokens
                 if not {TOKENIZER_CONFIG, SPECIAL_TOKENS} & files.keys() and base.template is not None:
                     tokens = base.template.special_tokens
-                self._template = ChatTemplate(source.text, tokens)
+                self._source, self._template_file = TemplateSource(source.text, tokens), template_file(files)
+            named = check_token_settings(files)
+            if self._tokenizer is not None:
+                _make_special(self._tokenizer, named)
             eos_token = special_tokens(files).get("eos_token")
         except InvalidArgument as error:
             raise of_file(error, files) from None
@@ -79,15 +86,28 @@ class LoadedText:
     def facts(self) -> Loaded:
         """What an API process must know of it."""
         longest = longest_token(self._tokenizer) if self._tokenizer is not None else 0
-        return Loaded(self._tokenizer is not None, self._template is not None, longest, self._eos_ids)
+        return Loaded(self._tokenizer is not None, self._template_file, longest, self._eos_ids)
+
+    def compile(self) -> None:
+        """Make the template ready to render. Raises AdapterInvalid if it is none (metadata `file`)."""
+        assert self._source is not None
+        try:
+            self._template = ChatTemplate(self._source.text, self._source.special_tokens)
+        except InvalidArgument as error:
+            problem = f"the chat template {error.violations[0].description}"
+            raise file_invalid(self._template_file, problem, LEAVE_OUT) from None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`."""
+        """Token ids of `text`. Raises AdapterInvalid if one is none of the model's."""
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
+        ids = list(encoding.ids)
+        if (largest := max(ids, default=0)) >= self._vocab_size:  # no token's: the vocabulary was checked
+            problem = f"its post_processor adds the id {largest}; {no_id_of_model(self._vocab_size)}"
+            raise file_invalid(TOKENIZER, problem, SAVE_TOKENIZER)
+        return ids
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt of a conversation. Raises InvalidArgument if the template refuses it."""
+        """The prompt of a conversation, once compiled. Raises InvalidArgument if the template refuses it."""
         assert self._template is not None
         return self._template.render(messages)
 
@@ -132,6 +152,14 @@ def _tokenizer(data: bytes) -> Any:
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _make_special(backend: Any, tokens: Set[str]) -> None:
+    """As transformers does: added tokens with a name have no text where special ones have none."""
+    found = [token for token in backend.get_added_tokens_decoder().values() if token.content in tokens]
+    for token in found:
+        token.special = True
+    backend.add_tokens(found)
 
 
 def _meaning(backend: Any) -> str:

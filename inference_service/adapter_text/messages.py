@@ -20,6 +20,12 @@ class Load(msgspec.Struct, tag=True, frozen=True):
     drop: tuple[str, ...] = ()
 
 
+class Compile(msgspec.Struct, tag=True, frozen=True):
+    """Make the adapter's chat template ready to render; answered by `Ready`."""
+
+    digest: str
+
+
 class Encode(msgspec.Struct, tag=True, frozen=True):
     """Token ids of a text; answered by `Encoded`."""
 
@@ -29,7 +35,7 @@ class Encode(msgspec.Struct, tag=True, frozen=True):
 
 
 class Render(msgspec.Struct, tag=True, frozen=True):
-    """The prompt of a conversation, of at most `max_bytes`; answered by `Texts` with one."""
+    """The prompt of a conversation, of at most `max_bytes`, of a compiled template; answered by `Texts` with one."""
 
     digest: str
     messages: list[dict[str, str]]
@@ -74,21 +80,22 @@ class Continue(msgspec.Struct, tag=True, frozen=True):
     streams: list[StreamTokens]
 
 
-Request = Load | Encode | Render | Decode | Continue
+Request = Load | Compile | Encode | Render | Decode | Continue
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """First message of a worker."""
+    """First message of a worker; and a template is compiled."""
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):
     """What of an adapter's text differs from the base model's. `longest_token`: see `Tokenizer`.
 
-    `eos_ids`: the id of its `eos_token`; none where that is the base model's, or no token.
+    `template_file`: the one with its own chat template; empty without. `eos_ids`: the id of its `eos_token`; none where
+    that is the base model's, or no token.
     """
 
     own_tokenizer: bool
-    own_template: bool
+    template_file: str
     longest_token: int
     eos_ids: tuple[int, ...] = ()
 
@@ -106,10 +113,18 @@ class Continued(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
+    """What is wrong with the request, or with a file that the error names."""
+
     error: ErrorRecord
 
 
-Response = Ready | Loaded | Encoded | Texts | Continued | Failed
+class Broken(msgspec.Struct, tag=True, frozen=True):
+    """What the adapter brings cannot do it. `problem`: a library's words."""
+
+    problem: str
+
+
+Response = Ready | Loaded | Encoded | Texts | Continued | Failed | Broken
 
 
 def cpu_seconds(request: Request) -> float:
@@ -117,6 +132,8 @@ def cpu_seconds(request: Request) -> float:
     match request:
         case Load():
             return 5.0 + 2.0 * _megabytes(sum(map(len, request.files.values())))
+        case Compile():
+            return 8.0  # a file has at most a megabyte, which takes five
         case Encode():
             return 1.0 + _megabytes(len(request.text))
         case Render():

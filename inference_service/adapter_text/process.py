@@ -33,7 +33,8 @@ class WorkerEnded(Exception):
 class WorkerProcess:
     """A started worker. Use `start`.
 
-    `loaded`: bytes of the files of each digest that it holds, least recently used first; for whoever asks it to keep.
+    For whoever asks it to keep: `loaded`, bytes of the files of each digest that it holds, least recently used first;
+    `compiled`, the digests of which it has compiled the chat template.
     """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -42,6 +43,7 @@ class WorkerProcess:
         self._process = process
         self._stdin, self._stdout = process.stdin, process.stdout
         self.loaded: OrderedDict[str, int] = OrderedDict()
+        self.compiled: set[str] = set()
 
     @classmethod
     async def start(cls, model_folder: Path) -> "WorkerProcess":

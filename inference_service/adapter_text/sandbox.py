@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from inference_service.adapter_text.blame import failed, took_too_much
 from inference_service.adapter_text.messages import (
+    Broken,
+    Compile,
     Continue,
     Continued,
     Failed,
     Load,
     Loaded,
+    Ready,
+    Render,
     Request,
     Response,
     StreamText,
@@ -21,7 +26,7 @@ from inference_service.adapter_text.messages import (
 )
 from inference_service.adapter_text.process import WorkerEnded, WorkerProcess
 from shared.adapter_format.texts import TOKENIZER
-from shared.errors import AdapterInvalid, Internal, from_record
+from shared.errors import AdapterInvalid, Internal, LoraplexError, from_record
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +35,9 @@ R = TypeVar("R", bound=Response)
 MAX_WORKERS = 3
 MAX_LOADED_BYTES = 64 << 20  # of files, per worker; in memory a tokenizer takes about ten times as much
 MAX_LOADED = 32  # adapters per worker
-FAILURE_MEMORY = 10.0  # seconds for which an adapter that ended a worker gets none
+FAILURE_MEMORY = 10.0  # seconds for which what ended a worker gets none
 MAX_FAILURES = 1000
+_ANY_FILE = ""  # an adapter whose files cannot be loaded gets none for any of them
 
 ReadTexts = Callable[[str], Awaitable[Mapping[str, bytes]]]
 
@@ -53,7 +59,8 @@ class TextSandbox:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._calls: set[asyncio.Task[Any]] = set()
         self._streams: dict[str, list[tuple[StreamTokens, asyncio.Future[StreamText]]]] = {}
-        self._failures: dict[str, tuple[float, AdapterInvalid]] = {}  # until when, in order of failing
+        # By digest and file: until when, in order of failing.
+        self._failures: dict[tuple[str, str], tuple[float, AdapterInvalid]] = {}
 
     async def load(self, digest: str, vocab_size: int) -> Loaded:
         """Have a worker read the adapter's files, wherever else they were read before.
@@ -61,7 +68,7 @@ class TextSandbox:
         Raises:
             AdapterInvalid: a file is wrong, contradicts the base model, or took too much time or memory to read.
         """
-        return await self._in_turn(digest, lambda worker: self._load(worker, digest, vocab_size))
+        return await self._in_turn(digest, TOKENIZER, lambda worker: self._load(worker, digest, vocab_size))
 
     async def call(self, digest: str, vocab_size: int, request: Request, kind: type[R], file: str) -> R:
         """A worker's answer, of type `kind`. `file` is to blame if the worker ends over it.
@@ -73,9 +80,12 @@ class TextSandbox:
 
         async def ask(worker: WorkerProcess) -> R:
             await self._have_loaded(worker, digest, vocab_size)
+            if isinstance(request, Render) and digest not in worker.compiled:
+                await self._ask(worker, digest, Compile(digest), Ready, file)
+                worker.compiled.add(digest)
             return await self._ask(worker, digest, request, kind, file)
 
-        return await self._in_turn(digest, ask)
+        return await self._in_turn(digest, file, ask)
 
     async def advance(self, digest: str, vocab_size: int, tokens: StreamTokens) -> StreamText:
         """Text of a stream's next tokens. What other streams of the adapter want meanwhile goes in the same message.
@@ -103,7 +113,7 @@ class TextSandbox:
             return await self._ask(worker, digest, request, Continued, TOKENIZER)
 
         try:
-            answer = await self._call(digest, send)
+            answer = await self._call(digest, TOKENIZER, send)
             for (_, read), text in zip(taken, answer.streams, strict=True):
                 if not read.done():
                     read.set_result(text)
@@ -121,9 +131,9 @@ class TextSandbox:
         workers, self._idle = self._idle, []
         await asyncio.gather(*(worker.end() for worker in workers))
 
-    async def _in_turn(self, digest: str, use: Callable[[WorkerProcess], Awaitable[R]]) -> R:
+    async def _in_turn(self, digest: str, file: str, use: Callable[[WorkerProcess], Awaitable[R]]) -> R:
         """A call goes on when its caller is cancelled, for in the middle of one its worker would have to be ended."""
-        call = asyncio.get_running_loop().create_task(self._call(digest, use))
+        call = asyncio.get_running_loop().create_task(self._call(digest, file, use))
         self._calls.add(call)
         call.add_done_callback(self._forget)
         return await asyncio.shield(call)
@@ -133,10 +143,10 @@ class TextSandbox:
         if not call.cancelled():
             call.exception()  # heard, if only by nobody
 
-    async def _call(self, digest: str, use: Callable[[WorkerProcess], Awaitable[R]]) -> R:
+    async def _call(self, digest: str, file: str, use: Callable[[WorkerProcess], Awaitable[R]]) -> R:
         turn = self._turns.setdefault(digest, asyncio.Lock())
         async with turn:
-            self._raise_remembered(digest)
+            self._raise_remembered(digest, file)
             worker = await self._take(digest)
             try:
                 return await use(worker)
@@ -153,28 +163,33 @@ class TextSandbox:
         size = sum(map(len, files.values()))
         drop = []
         worker.loaded.pop(digest, None)
+        worker.compiled.discard(digest)
         while worker.loaded and (
             len(worker.loaded) >= MAX_LOADED or sum(worker.loaded.values()) + size > MAX_LOADED_BYTES
         ):
             drop.append(worker.loaded.popitem(last=False)[0])
+        worker.compiled.difference_update(drop)
         request = Load(digest, files, vocab_size, tuple(drop))
-        loaded = await self._ask(worker, digest, request, Loaded, max(files, key=lambda name: len(files[name])))
+        read = TOKENIZER if TOKENIZER in files else max(files, key=lambda name: len(files[name]))
+        loaded = await self._ask(worker, digest, request, Loaded, read)
         worker.loaded[digest] = size
         return loaded
 
     async def _ask(self, worker: WorkerProcess, digest: str, request: Request, kind: type[R], file: str) -> R:
+        part = _ANY_FILE if isinstance(request, Load) else file
         try:
             response = await worker.ask(request)
         except WorkerEnded:
-            message = f"{file}: takes too much time or memory; what it was to do was {type(request).__name__.lower()}"
             log.warning("a text worker ended over %s of %s", file, digest)
-            raise self._remember(digest, AdapterInvalid(message, metadata={"file": file, "digest": digest})) from None
-        if isinstance(response, Failed):
-            error = from_record(response.error)
+            ended = took_too_much(request, file)
+            ended.metadata["digest"] = digest
+            raise self._remember(digest, part, ended) from None
+        if isinstance(response, (Failed, Broken)):
+            error = _error(response, request, file)
             if isinstance(error, AdapterInvalid):
                 error.metadata = {"file": file, **error.metadata, "digest": digest}
-                if isinstance(request, Load):
-                    self._remember(digest, error)
+                if isinstance(request, (Load, Compile)):
+                    self._remember(digest, part, error)
             raise error
         if not isinstance(response, kind):
             raise Internal("internal error", metadata={"digest": digest})
@@ -219,17 +234,22 @@ class TextSandbox:
 
     # ---- failures
 
-    def _remember(self, digest: str, error: AdapterInvalid) -> AdapterInvalid:
+    def _remember(self, digest: str, file: str, error: AdapterInvalid) -> AdapterInvalid:
         now = time.monotonic()
-        self._failures.pop(digest, None)
+        self._failures.pop((digest, file), None)
         for other, (until, _) in list(self._failures.items()):
             if until > now and len(self._failures) < MAX_FAILURES:
                 break
             del self._failures[other]
-        self._failures[digest] = (now + FAILURE_MEMORY, error)
+        self._failures[digest, file] = (now + FAILURE_MEMORY, error)
         return error
 
-    def _raise_remembered(self, digest: str) -> None:
-        until, error = self._failures.get(digest, (0.0, None))
-        if error is not None and time.monotonic() < until:
-            raise AdapterInvalid(error.message, metadata=error.metadata)
+    def _raise_remembered(self, digest: str, file: str) -> None:
+        for part in (_ANY_FILE, file):
+            until, error = self._failures.get((digest, part), (0.0, None))
+            if error is not None and time.monotonic() < until:
+                raise AdapterInvalid(error.message, metadata=error.metadata)
+
+
+def _error(response: Failed | Broken, request: Request, file: str) -> LoraplexError:
+    return from_record(response.error) if isinstance(response, Failed) else failed(request, file, response.problem)

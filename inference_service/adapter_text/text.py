@@ -14,7 +14,7 @@ from inference_service.adapter_text.messages import (
     Texts,
 )
 from inference_service.adapter_text.sandbox import TextSandbox
-from shared.adapter_format.texts import CHAT_TEMPLATE, TOKENIZER
+from shared.adapter_format.texts import TOKENIZER
 
 _PIECE_TOKENS = 4096  # decoded at a time
 
@@ -66,21 +66,22 @@ class OwnTokenizer:
 
 
 class OwnTemplate:
-    """As `chat_template.ChatTemplate`."""
+    """As `chat_template.ChatTemplate`. `file`: the adapter's that holds it."""
 
-    def __init__(self, own: Own) -> None:
+    def __init__(self, own: Own, file: str) -> None:
         self._own = own
+        self._file = file
 
     async def prompt(self, messages: Sequence[Mapping[str, str]], max_bytes: int) -> str:
         """The prompt for the assistant's next turn, of at most `max_bytes`.
 
         Raises:
             InvalidArgument: the template refuses these messages, or writes more.
-            AdapterInvalid: it takes too much time or memory.
+            AdapterInvalid: it is no template, or takes too much time or memory.
         """
         sandbox, digest, vocab_size = self._own
         request = Render(digest, [dict(message) for message in messages], max_bytes)
-        (text,) = (await sandbox.call(digest, vocab_size, request, Texts, CHAT_TEMPLATE)).texts
+        (text,) = (await sandbox.call(digest, vocab_size, request, Texts, self._file)).texts
         return text
 
 

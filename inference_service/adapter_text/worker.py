@@ -18,6 +18,8 @@ from inference_service.adapter_text.loaded import BaseText, LoadedText, read_bas
 from inference_service.adapter_text.messages import (
     MAX_REPLY_BYTES,
     MEMORY_BYTES,
+    Broken,
+    Compile,
     Continue,
     Continued,
     Decode,
@@ -34,7 +36,7 @@ from inference_service.adapter_text.messages import (
     decode_request,
 )
 from inference_service.chat_template import check_prompt_size
-from shared.errors import AdapterInvalid, LoraplexError
+from shared.errors import LoraplexError
 
 _NICENESS = 5  # whatever it does is less urgent than tokens
 
@@ -56,12 +58,15 @@ class Worker:
         except MemoryError:
             raise
         except BaseException as error:  # a panic of tokenizers' Rust code is no Exception
-            return Failed(AdapterInvalid(f"fails: {type(error).__name__}: {error!s:.200}").record())
+            return Broken(f"{str(error) or type(error).__name__:.200}")
 
     def _answer(self, request: Request) -> Response:
         match request:
             case Load():
                 return self._load(request)
+            case Compile():
+                self._loaded[request.digest].compile()
+                return Ready()
             case Encode():
                 return Encoded(self._loaded[request.digest].encode(request.text, request.add_special_tokens))
             case Render():
@@ -103,8 +108,8 @@ def _receive(stream: BinaryIO) -> Request | None:
 def _send(stream: BinaryIO, response: Response) -> None:
     data = msgspec.msgpack.encode(response)
     if len(data) > MAX_REPLY_BYTES:
-        error = AdapterInvalid(f"makes {len(data)} bytes of one request; at most {MAX_REPLY_BYTES} are taken")
-        data = msgspec.msgpack.encode(Failed(error.record()))
+        problem = f"the answer has {len(data)} bytes; at most {MAX_REPLY_BYTES} are taken"
+        data = msgspec.msgpack.encode(Broken(problem))
     stream.write(len(data).to_bytes(4, "little") + data)
     stream.flush()
 

@@ -17,7 +17,8 @@ class AdapterProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     `base_model`: the id under which the replica serves. `model_folder`: holds config.json.
     `weights_fingerprint`: of the base model's weights, told to the registry; empty if it is not known. `has_weights`:
     whether the replica serves the weights in `model_folder`, and not random ones.
-    `dtype`: of packed adapters. `disk_bytes`: budget of `cache_dir`. `file_roots`: name → folder.
+    `dtype`: of packed adapters. `disk_bytes`: budget of `cache_dir`. `device_bytes`: of the engine's arena, if that is
+    set. `file_roots`: name → folder.
     `credentials`, `allowed_sources`, `allowed_endpoints`: see `shared.sources.policy.SourcePolicy`.
     `replica`: the name under which the replica reports; empty: it does not.
     `otlp_endpoint`: see `shared.tracing.start_tracing`.
@@ -33,6 +34,7 @@ class AdapterProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     dtype: Dtype
     cache_dir: str
     disk_bytes: int
+    device_bytes: int = 0
     file_roots: dict[str, str] = {}
     credentials: dict[str, Credential] = {}
     allowed_sources: tuple[str, ...] = ()

@@ -128,7 +128,7 @@ async def _loader(start: AdapterProcessStart, registry: RegistryClient) -> Async
         yield AdapterLoader(
             registry,
             fetcher,
-            Tiers(cache, HostStore(len(arena)), arena),
+            Tiers(cache, HostStore(len(arena)), arena, config.device_bytes),
             Packing(model, config.dtype, _base_tensors(config, model), GainCache(Path(config.cache_dir) / "gains")),
             workers,
             is_arena_free=not start.wait_for_engine,

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 2.0
 MAX_AT_ONCE = 4  # loads; what users wait for shares the downloads and threads
-FIRST_RETRY, LONGEST_RETRY = 1.0, 60.0
+FIRST_RETRY, LONGEST_RETRY = 1.0, 60.0  # seconds; doubled from one to the other
 UNKNOWN_SECONDS = 3.0  # that readiness waits to hear what is wanted
 
 
@@ -282,8 +282,16 @@ class Residency:
             log.warning("%s is wanted here: %s", load.wanted.reference, error.summary)
         load.reason = error.reason
         load.failures += 1
-        load.retry_at = self._clock() + min(FIRST_RETRY * 2.0 ** min(load.failures - 1, 10), LONGEST_RETRY)
+        load.retry_at = self._clock() + _retry_seconds(error, load.failures)
         load.is_settled = not isinstance(error, Unavailable | AdapterMemory) or load.failures > 3
+
+
+def _retry_seconds(error: LoraplexError, failures: int) -> float:
+    """Until the next attempt after so many. Room here may come at any moment, and to look for it asks no source."""
+    longest = LONGEST_RETRY
+    if isinstance(error, AdapterMemory) and error.retry_after is not None:
+        longest = max(error.retry_after, FIRST_RETRY)
+    return min(FIRST_RETRY * 2.0 ** min(failures - 1, 10), longest)
 
 
 def _cancel(load: _Load) -> None:

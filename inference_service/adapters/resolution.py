@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from inference_service.adapters.sizes import PackedSize, packed_size
 from shared.adapter_format.files import CONFIG, WEIGHTS
 from shared.adapter_format.texts import MAX_BYTES
 from shared.digest import FileEntry, check_digest, manifest_digest
@@ -31,7 +32,8 @@ class BaseModelIdentity(NamedTuple):
 class ResolvedVersion(NamedTuple):
     """One version of an adapter. `name` is its resource name, `number` the last part of it.
 
-    `files` is the manifest, whose digest is `digest`; `sources` are tried in order; `rank` is the modules' greatest.
+    `files` is the manifest, whose digest is `digest`; `sources` are tried in order; `rank` is the modules' greatest;
+    `packed` is what is known of its blob's size.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ResolvedVersion(NamedTuple):
     files: tuple[FileEntry, ...]
     sources: tuple[PinnedSource, ...]
     rank: int
+    packed: PackedSize = PackedSize()
 
     @property
     def texts(self) -> tuple[FileEntry, ...]:
@@ -122,6 +125,7 @@ def _version(message: Any, adapter_uid: str) -> ResolvedVersion:
         files=files,
         sources=tuple(_pinned(source) for source in message.pinned_sources),
         rank=message.lora_config.rank,
+        packed=packed_size(message.lora_config),
     )
 
 

@@ -21,6 +21,7 @@ from inference_service.adapters.flights import Flights
 from inference_service.adapters.known import KnownAdapters
 from inference_service.adapters.packer import OpenAdapter, open_adapter
 from inference_service.adapters.resolution import ResolvedVersion
+from inference_service.adapters.sizes import Capacity, together
 from inference_service.adapters.store import HostStore
 from inference_service.adapters.text_files import read_text_files
 from inference_service.types import BlobLayout
@@ -40,11 +41,18 @@ PER_ORIGIN, PER_TENANT = 8, 24  # downloads under way: of a tenant from one orig
 
 
 class Tiers(NamedTuple):
-    """Where adapters are kept. `arena` is the memory whose ranges `host` hands out."""
+    """Where adapters are kept. `arena` is the memory whose ranges `host` hands out; `device_bytes` the size of the
+    engine's, 0 if that is not known."""
 
     disk: DiskCache
     host: HostStore
     arena: memoryview
+    device_bytes: int = 0
+
+    @property
+    def capacity(self) -> Capacity:
+        """What there is, for any adapter alone."""
+        return Capacity(self.disk.budget, self.host.usage.total, self.device_bytes)
 
 
 class Packing(NamedTuple):
@@ -73,6 +81,11 @@ class _Recipe(NamedTuple):
     versions: tuple[ResolvedVersion, ...]
     open: Callable[[Sequence[Fetched]], OpenAdapter | OpenBlend]
     fields: tuple[str, ...] = ("",)  # of a blend: which part of it each version is
+
+    @property
+    def version_names(self) -> list[str]:
+        """In the order of the versions."""
+        return [version.name for version in self.versions]
 
 
 class Staging:
@@ -160,6 +173,7 @@ class Staging:
             with ExitStack() as held, self._counters.loading(recipe.digest) as load:
                 for version in recipe.versions:
                     held.enter_context(self._tiers.disk.held(version.digest))
+                self._check_size(recipe)
                 try:
                     return await self._fetch_and_pack(recipe, load)
                 except _DamagedCache as damaged:
@@ -168,6 +182,12 @@ class Staging:
                     return await self._fetch_and_pack(recipe, load)
                 except _DamagedCache as damaged:
                     raise damaged.error from None
+
+    def _check_size(self, recipe: _Recipe) -> None:
+        """As far as it is known before the files are here. Raises AdapterMemory."""
+        files = sum(file.size for version in recipe.versions for file in version.files)
+        packed = together([version.packed for version in recipe.versions])
+        self._tiers.capacity.check(recipe.version_names, files, packed.at_least(self._packing.dtype))
 
     async def _fetch_and_pack(self, recipe: _Recipe, load: Load) -> BlobLayout:
         started = time.monotonic()
@@ -213,6 +233,7 @@ class Staging:
         host, workers, digest = self._tiers.host, self._workers, recipe.digest
         with await _run(workers.packing, recipe.open, fetched) as opened:
             layout = opened.layout
+            self._tiers.capacity.check(recipe.version_names, 0, layout.nbytes)
             self._known.learn_layout(digest, layout)
             await self._arena_free.wait()
             offset = host.reserve(digest, layout)

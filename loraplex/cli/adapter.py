@@ -2,6 +2,7 @@
 
 import sys
 import uuid
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -124,7 +125,10 @@ def list_adapters(
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
-    """List adapters: rank and size of the version that the name alone means, and the replicas that have it ready."""
+    """List adapters, and the replicas that have them ready. Rank and size are of the version that the name alone means.
+
+    One that is ON_DEMAND need not be ready: its first request loads it.
+    """
     request = registry_pb2.ListAdaptersRequest(
         parent=parent(namespace or own_namespace()), filter=filter, order_by=order_by, show_deleted=deleted
     )
@@ -146,7 +150,7 @@ def list_adapters(
                 a.base_model.removeprefix("baseModels/"),
                 a.default_version.rank or "-",
                 megabytes(a.default_version.size_bytes) if a.HasField("default_version") else "-",
-                _ready(a),
+                _ready_or_why(a),
                 a.description or "-",
             )
             for a in adapters
@@ -162,6 +166,11 @@ def _aliases(adapter: resources_pb2.Adapter) -> str:
 
 def _ready(adapter: resources_pb2.Adapter) -> str:
     return f"{adapter.serving.ready_replicas}/{adapter.serving.target_replicas}"
+
+
+def _ready_or_why(adapter: resources_pb2.Adapter) -> str:
+    """As `_ready`, and in one word each what keeps the others from it: ON_DEMAND, where nothing is wrong."""
+    return " ".join([_ready(adapter), ", ".join(sorted({each.reason for each in adapter.serving.not_ready}))]).strip()
 
 
 @app.command()
@@ -183,8 +192,8 @@ def show(reference: ReferenceArgument, json: Json = False, registry: RegistryAdd
     adapter, resolved = run(both, registry=registry)
     if json:
         return print_json({"adapter": as_dict(adapter), "resolved": as_dict(resolved)})
-    details = _of_adapter(adapter) | (_of_version(resolved.version) if resolved.HasField("version") else {})
-    print_table(("", ""), details.items())
+    version = _of_version(resolved.version) if resolved.HasField("version") else {}
+    print_table(("", ""), [*_of_adapter(adapter), *version.items()])
     if modules := resolved.version.lora_config.modules:
         typer.echo("")
         print_table(("MODULE", "LAYERS", "RANK", "SCALE", "KINDS", "TENSORS", "BYTES"), map(_module, modules))
@@ -204,20 +213,30 @@ def _module(module: resources_pb2.AdaptedModule) -> tuple[object, ...]:
     )
 
 
-def _of_adapter(adapter: resources_pb2.Adapter) -> dict[str, object]:
-    times = {"deleted": adapter.delete_time, "purged after": adapter.purge_time}
-    return {
-        "adapter": adapter.name,
-        **({name: moment(time) for name, time in times.items()} if adapter.HasField("delete_time") else {}),
-        "base model": adapter.base_model,
-        "aliases": _aliases(adapter),
-        "default alias": adapter.default_alias,
-        "residency": resources_pb2.Adapter.Residency.Name(adapter.residency).removeprefix("RESIDENCY_"),
-        "ready replicas": _ready(adapter),
-        "not ready": ", ".join(f"{r.replica} ({r.reason})" for r in adapter.serving.not_ready) or "-",
-        "description": adapter.description or "-",
-        "labels": ", ".join(f"{k}={v}" for k, v in sorted(adapter.labels.items())) or "-",
-    }
+def _of_adapter(adapter: resources_pb2.Adapter) -> Iterator[tuple[str, object]]:
+    yield "adapter", adapter.name
+    if adapter.HasField("delete_time"):
+        yield "deleted", moment(adapter.delete_time)
+        yield "purged after", moment(adapter.purge_time)
+    yield "base model", adapter.base_model
+    yield "ready replicas", _ready(adapter)
+    yield from _not_ready(adapter)
+    yield "residency", resources_pb2.Adapter.Residency.Name(adapter.residency).removeprefix("RESIDENCY_")
+    yield "aliases", _aliases(adapter)
+    yield "default alias", adapter.default_alias
+    yield "description", adapter.description or "-"
+    yield "labels", ", ".join(f"{k}={v}" for k, v in sorted(adapter.labels.items())) or "-"
+
+
+def _not_ready(adapter: resources_pb2.Adapter) -> Iterator[tuple[str, str]]:
+    """What keeps replicas from being ready: a row for each reason, then which ones."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for each in adapter.serving.not_ready:
+        by_reason.setdefault((each.reason, each.message), []).append(each.replica)
+    for at, ((reason, message), replicas) in enumerate(by_reason.items()):
+        yield "" if at else "not ready", f"{reason}: {message} ({', '.join(replicas)})"
+    if not by_reason:
+        yield "not ready", "-"
 
 
 def _of_version(version: resources_pb2.AdapterVersion) -> dict[str, object]:
@@ -249,7 +268,7 @@ def versions(
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
-    """List the versions of an adapter, by default the newest first."""
+    """List the versions of an adapter. By default the newest is first."""
     target = parsed_adapter(adapter)
     request = registry_pb2.ListAdapterVersionsRequest(
         parent=written(target), filter=filter, order_by=order_by, show_deleted=deleted
@@ -300,7 +319,7 @@ def delete(
 
 @app.command()
 def undelete(adapter: AdapterArgument, json: Json = False, registry: RegistryAddress = DEFAULT_REGISTRY) -> None:
-    """Bring a deleted adapter back, with its versions and aliases."""
+    """Bring a deleted adapter back, versions and aliases too."""
     target = parsed_adapter(adapter)
     request = registry_pb2.UndeleteAdapterRequest(name=written(target))
     response = run(lambda c: c.call(c.registry.UndeleteAdapter(request)), registry=registry)

@@ -45,7 +45,7 @@ def alias(
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
-    """Point an alias at a version, or at several by weight: `alias chat@prod 7:9 8:1`."""
+    """Point an alias at a version, or at several by weight. As in `alias chat@prod 7:9 8:1`."""
     target = parsed(reference, "REFERENCE")
     if not target.alias:
         raise typer.BadParameter(f"{reference!r} names no alias; write ADAPTER@ALIAS", param_hint="REFERENCE")
@@ -80,7 +80,7 @@ def promote(
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
-    """Point an alias at the version that a reference means: `promote chat@canary --alias prod`."""
+    """Point an alias at the version that a reference means. As in `promote chat@canary --alias prod`."""
     target = parsed(reference)
 
     async def work(client: Client) -> registry_pb2.SetAdapterAliasResponse:
@@ -104,7 +104,7 @@ def rollback(
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
-    """Point an alias back at what it meant before its last change, shares included. Twice is back where it was."""
+    """Undo the last change of an alias, shares included. Twice is back where it was."""
     target = parsed_adapter(adapter)
 
     async def work(client: Client) -> registry_pb2.SetAdapterAliasResponse:

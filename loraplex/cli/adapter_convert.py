@@ -34,7 +34,7 @@ def convert(
     alias: Annotated[list[str], typer.Option(help="Point this alias at the version; repeatable.")] = [],  # noqa: B006
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
-    """Make a plain LoRA of a PiSSA, OLoRA or KaSA adapter, at twice the rank and with the same results.
+    """Make a plain LoRA of a PiSSA, OLoRA or KaSA adapter. It has twice the rank and the same results.
 
     These count from base weights out of which something was taken before training, and are refused as they are.
     """

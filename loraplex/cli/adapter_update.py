@@ -52,7 +52,7 @@ def update(
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
-    """Change an adapter's description, labels, annotations, default alias or residency."""
+    """Change an adapter. Its description, labels, annotations, default alias or residency."""
     target = parsed_adapter(adapter)
     labels, annotations = key_values(label, "--label"), key_values(annotation, "--annotation")
     change = resources_pb2.Adapter(description=description or "", default_alias=default_alias or "")

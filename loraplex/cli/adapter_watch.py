@@ -22,7 +22,7 @@ def watch(
     json: Json = False,
     registry: RegistryAddress = DEFAULT_REGISTRY,
 ) -> None:
-    """Print every change of an adapter until Ctrl-C: one line each, or one JSON object a line with its resume token."""
+    """Print every change of an adapter until Ctrl-C. One line each, or one JSON object a line with its resume token."""
 
     async def follow(client: Client) -> None:
         responses = client.watch_adapters(

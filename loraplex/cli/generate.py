@@ -47,7 +47,7 @@ def generate(
     json: Json = False,
     server: ServerAddress = DEFAULT_SERVER,
 ) -> None:
-    """Generate with the base model or an adapter; the answer streams. With --json: one event a line."""
+    """Generate with the base model or an adapter. The answer streams; with --json: one event a line."""
     if system is not None and not chat:
         raise typer.BadParameter("a system message needs --chat", param_hint="--system")
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "n": n}

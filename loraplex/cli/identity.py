@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from shared.channel import NOBODY, ClientIdentity
-from shared.errors import InvalidArgument
+from shared.channel import NOBODY, ClientIdentity, check_identity
+from shared.errors import InvalidArgument, LoraplexError, Unauthenticated
 from shared.references import check_id
 
 Token = Annotated[
@@ -49,8 +49,26 @@ _namespace = ContextVar("namespace", default="")
 
 
 def identity() -> ClientIdentity:
-    """What the options before the running command say."""
-    return _identity.get()
+    """What the options before the running command say.
+
+    Raises:
+        typer.BadParameter: a token or a file of theirs cannot be used.
+    """
+    who = _identity.get()
+    try:
+        check_identity(who)
+    except InvalidArgument as error:
+        wrong = error.violations[0]
+        raise typer.BadParameter(wrong.description, param_hint=f"--{wrong.field.replace('_', '-')}") from None
+    return who
+
+
+def advice(error: LoraplexError) -> str:
+    """How to say who calls, if nobody did and `error` says that it is wanted; else empty."""
+    who = _identity.get()
+    if not isinstance(error, Unauthenticated) or who.token or who.token_file:
+        return ""
+    return "give a token before the command, --token-file FILE or --token TOKEN, or set LORAPLEX_TOKEN"
 
 
 def own_namespace() -> str:

@@ -29,9 +29,11 @@ from loraplex.cli import (
     servers,
     status,
 )
-from loraplex.cli.identity import Ca, Cert, Key, OwnNamespace, Token, TokenFile, set_identity
+from loraplex.cli.identity import Ca, Cert, Key, OwnNamespace, Token, TokenFile, advice, set_identity
 from shared.channel import ClientIdentity
 from shared.errors import LoraplexError
+
+_SERVED = "served_"  # what a replica has of its own, in the metadata of an error
 
 app = typer.Typer(
     name="loraplex",
@@ -115,10 +117,21 @@ def _not_text(arguments: Sequence[str]) -> str | None:
 
 def _explain(error: LoraplexError) -> str:
     lines = [error.summary]
-    lines += [f"  {key}: {value}" for key, value in sorted(error.metadata.items()) if value not in error.message]
+    lines += [f"  {key}: {error.metadata[key]}" for key in sorted(error.metadata) if _is_worth_telling(key, error)]
+    if told := advice(error):
+        lines.append(f"  {told}")
     if error.retry_after is not None:
         lines.append(f"  retry after {error.retry_after:g} s")
     return "\n".join(lines)
+
+
+def _is_worth_telling(key: str, error: LoraplexError) -> bool:
+    """Whether a fact says more than the message. Of what a replica has otherwise than the registry, both are told, and
+    nothing of what it has alike."""
+    metadata, registered = error.metadata, key.removeprefix(_SERVED)
+    if key != registered or f"{_SERVED}{key}" in metadata:
+        return registered in metadata
+    return metadata[key] not in error.message
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def add_commands(app: typer.Typer) -> None:
 def registry(
     context: typer.Context, arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None
 ) -> None:
-    """Run the registry service, or `registry migrate` its database. `--help` lists its flags."""
+    """Run the registry, or migrate, export or restore its database. `--help` lists its flags and commands."""
     from registry_service.__main__ import main
 
     sys.exit(main([*(arguments or []), *context.args]))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 
 from loraplex.cli.calls import health
-from loraplex.cli.identity import identity
+from loraplex.cli.identity import advice, identity
 from loraplex.cli.options import DEFAULT_REGISTRY, DEFAULT_SERVER, Json, RegistryAddress, ServerAddresses
 from loraplex.cli.output import as_dict, print_json, print_table
 from loraplex.cli.status_screen import on_screen
@@ -30,7 +30,7 @@ def status(
     registry: RegistryAddress = DEFAULT_REGISTRY,
     server: ServerAddresses = [DEFAULT_SERVER],  # noqa: B006
 ) -> None:
-    """What the registry and the replicas are doing, every second until Ctrl-C.
+    """Show what the registry and the replicas are doing. Again every second until Ctrl-C.
 
     Printed once, the exit status is 1 unless all of them serve.
     """
@@ -102,7 +102,8 @@ async def _replica(address: str, client: Client) -> Replica:
     except TimeoutError:
         return Replica(address, "DEADLINE_EXCEEDED")
     except LoraplexError as error:
-        return Replica(address, error.code)
+        told = advice(error)
+        return Replica(address, error.code, problem=f"{error.summary}{told and f'; {told}'}")
 
 
 def _as_json(snapshot: Snapshot) -> dict[str, object]:
@@ -112,6 +113,7 @@ def _as_json(snapshot: Snapshot) -> dict[str, object]:
             {
                 "address": replica.address,
                 "health": replica.health,
+                "problem": replica.problem,
                 "model": as_dict(replica.model) if replica.model else None,
                 "status": as_dict(replica.status) if replica.status else None,
                 "adapters": [as_dict(adapter) for adapter in replica.adapters],

@@ -15,13 +15,15 @@ _LOAD_PHASES = {phase: name.removeprefix("PHASE_") for name, phase in control_pb
 
 
 class Replica(NamedTuple):
-    """What one inference service says; without a `model` it said no more than its health."""
+    """What one inference service says; without a `model` it said no more than its health, and `problem` why if it
+    refused to."""
 
     address: str
     health: str
     model: inference_pb2.GetModelInfoResponse | None = None
     status: control_pb2.GetReplicaStatusResponse | None = None
     adapters: tuple[control_pb2.LoadedAdapter, ...] = ()
+    problem: str = ""
 
 
 class Snapshot(NamedTuple):
@@ -51,6 +53,7 @@ def sections(snapshot: Snapshot) -> list[Section]:
     services = [("registry", snapshot.registry, snapshot.registry_health)]
     services += [("inference", replica.address, replica.health) for replica in snapshot.replicas]
     found = [Section("", ("SERVICE", "ADDRESS", "HEALTH"), tuple(services))]
+    found += [Section(f"{replica.address}: {replica.problem}") for replica in snapshot.replicas if replica.problem]
     for replica in snapshot.replicas:
         if replica.model is not None:
             found += _replica(replica, replica.model, with_address=len(snapshot.replicas) > 1)
@@ -151,12 +154,14 @@ def _under_way(status: control_pb2.GetReplicaStatusResponse) -> Iterator[Section
     for reason, count in status.engine.load_failures.items():
         failures[reason] = max(failures.get(reason, 0), count)  # the engine hears of the adapter process's
     if failures:
-        yield Section(f"failed so far: {_counts(failures)}")
+        counts = _counts(failures)
+        yield Section(f"loads that failed so far, each attempt and repeated ones of residency counted: {counts}")
 
 
 def _adapter(adapter: control_pb2.LoadedAdapter) -> tuple[object, ...]:
+    others = map(short_version, adapter.other_versions)
     return (
-        _name(adapter.adapter_version, adapter.digest),
+        ", ".join([_name(adapter.adapter_version, adapter.digest), *others]),
         _LEVELS[adapter.level],
         adapter.rank,
         megabytes(adapter.size_bytes),

@@ -3,6 +3,7 @@
 SQLite is upgraded at start-up. Postgres is upgraded by `python -m registry_service migrate` only, under a lock.
 """
 
+import logging
 import sqlite3
 import threading
 import uuid
@@ -14,13 +15,18 @@ from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
-from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from registry_service.database import DEFAULT_URL, configure_sqlite, driver_url, is_sqlite
+from registry_service.command_engine import command_engine
+from registry_service.database import DEFAULT_URL, is_sqlite
 from registry_service.migrations.online import build_indexes
 from registry_service.migrations.revisions import SchemaOutdated, known_revision
 from shared.errors import InvalidArgument, RegistryUnavailable
+
+log = logging.getLogger(__name__)
+# It tells of every look at a database that it has looked; what it has changed is said here.
+logging.getLogger("alembic").setLevel(logging.WARNING)
 
 _NO_DATABASE = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 _LOCK_KEY = 0x6C6F7261  # any number, the same for every registry
@@ -39,13 +45,16 @@ def upgrade(url: str, revision: str = "head") -> None:
         RegistryUnavailable: no database answers.
     """
     if is_sqlite(url):
-        _check_folder(url)
+        check_folder(url)
     else:
         with _engine(url) as engine:
             build_indexes(engine, _script(), revision)
     with _alembic, _connection(url) as connection:
-        known_revision(connection, _script())
+        before = known_revision(connection, _script())
         command.upgrade(_config(connection), revision)
+        after = known_revision(connection, _script())
+    if after != before:
+        log.info("the database's schema is migrated", extra={"from_revision": before, "to_revision": after})
 
 
 def downgrade(url: str, revision: str = "base") -> None:
@@ -114,18 +123,23 @@ def _connection(url: str) -> Iterator[Connection]:
     """A transaction that nobody else migrates in."""
     with _engine(url) as engine, engine.begin() as connection:
         if not is_sqlite(url):
-            connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK_KEY})
+            _lock(connection)
         yield connection
+
+
+def _lock(connection: Connection) -> None:
+    """Until the transaction ends."""
+    if not connection.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK_KEY}):
+        log.info("waiting for another process that migrates the database")
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK_KEY})
 
 
 @contextmanager
 def _engine(url: str) -> Iterator[Engine]:
     """Connections for a migration; what goes wrong with them is said as `upgrade` says."""
-    engine = create_engine(driver_url(url, is_async=False), execution_options={"is_write": True})
-    if is_sqlite(url):
-        configure_sqlite(engine)
     try:
-        yield engine
+        with command_engine(url, is_write=True) as engine:
+            yield engine
     except (DBAPIError, sqlite3.Error) as error:
         reason = error.orig if isinstance(error, DBAPIError) else error
         if getattr(reason, "sqlite_errorcode", 0) & 0xFF in _NO_DATABASE:
@@ -135,8 +149,6 @@ def _engine(url: str) -> Iterator[Engine]:
         raise RegistryUnavailable(f"the registry's database cannot be used: {reason}") from error
     except CommandError as error:
         raise SchemaOutdated(f"the database was written by another version of the registry: {error}") from error
-    finally:
-        engine.dispose()
 
 
 def require_database(url: str) -> None:
@@ -149,7 +161,8 @@ def require_database(url: str) -> None:
         raise InvalidArgument.of("database", f"there is none at {url}")
 
 
-def _check_folder(url: str) -> None:
+def check_folder(url: str) -> None:
+    """See `upgrade`. Makes the folder of the default."""
     folder = Path(url.removeprefix("sqlite:///")).parent
     try:
         if url == DEFAULT_URL:

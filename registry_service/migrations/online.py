@@ -39,7 +39,11 @@ def _lock(waiting: Connection) -> None:
     The build waits until all older snapshots are gone. A statement that waits for the lock would hold one, and so would
     one with parameters, whose portal stays open until the next.
     """
+    is_told = False
     while not waiting.scalar(text(f"SELECT pg_try_advisory_xact_lock({_LOCK_KEY})")):
+        if not is_told:
+            log.info("waiting for another process that builds indexes of the database")
+        is_told = True
         time.sleep(_POLL_SECONDS)
 
 

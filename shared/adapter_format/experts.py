@@ -16,7 +16,15 @@ from shared.adapter_format.header import TensorInfo
 from shared.adapter_format.lora_config import LoraConfig
 from shared.adapter_format.overrides import Overrides
 from shared.adapter_format.patterns import StepBudget
-from shared.adapter_format.reasons import OTHER_BASE, SAVE_AGAIN, TRAIN_WITHOUT, key_invalid, tensor_invalid
+from shared.adapter_format.reasons import (
+    ONE_TRAINING,
+    OTHER_BASE,
+    RIGHT_RANK,
+    SAVE_AGAIN,
+    TRAIN_WITHOUT,
+    key_invalid,
+    tensor_invalid,
+)
 
 ParameterName = Literal["gate_up_proj", "down_proj"]
 
@@ -136,7 +144,7 @@ class _Scales:
         promised = self._ranks.value(name)
         if rank != promised:
             problem = f"has rank {rank}; adapter_config.json says {promised:g} (r or rank_pattern)"
-            raise tensor_invalid(a, problem, "correct r and rank_pattern")
+            raise tensor_invalid(a, problem, RIGHT_RANK)
         return self._alphas.value(name) / (math.sqrt(rank) if self._use_rslora else rank)
 
 
@@ -193,7 +201,7 @@ def _by_expert(
 
 def _experts(tensor: str, path: str, by_path: Mapping[str, Experts]) -> Experts:
     if path not in by_path:
-        raise tensor_invalid(tensor, "belongs to no experts of this base model", OTHER_BASE)
+        raise tensor_invalid(tensor, "belongs to no experts of this base model", f"{OTHER_BASE}, or remove the tensor")
     return by_path[path]
 
 
@@ -215,9 +223,14 @@ def _check_pair(a: str, tensors: Mapping[str, TensorInfo], a_shape: tuple[int, i
         raise tensor_invalid(a, "its lora_B is missing", SAVE_AGAIN)
     for name, shape in ((a, a_shape), (b, b_shape)):
         check_dtype(name, tensors[name])
-        if tensors[name].shape != shape or 0 in shape:
-            problem = f"has shape {list(tensors[name].shape)}, not {list(shape)} as the base model takes"
-            raise tensor_invalid(name, problem, OTHER_BASE)
+        found = tensors[name].shape
+        if found == shape and 0 not in shape:
+            continue
+        if name == b and len(found) == 2 and found[0] == shape[0]:
+            problem = f"has shape {list(found)}, not {list(shape)}: its lora_A has {shape[1]} rows"
+            raise tensor_invalid(name, problem, ONE_TRAINING)
+        advice = SAVE_AGAIN if math.prod(found) == math.prod(shape) > 0 else OTHER_BASE
+        raise tensor_invalid(name, f"has shape {list(found)}, not {list(shape)} as the base model takes", advice)
     return b
 
 
@@ -229,7 +242,7 @@ def _check_promised(config: LoraConfig, fused: Sequence[FusedBinding], layers: S
                 raise tensor_invalid(
                     f"{experts.path}.lora_A.weight",
                     f"is missing: target_parameters promises LoRA on {name}",
-                    SAVE_AGAIN,
+                    f"{OTHER_BASE}, or save it again",
                 )
 
 

@@ -50,13 +50,13 @@ def adapter_files(names: Iterable[str], folders: Callable[[], Iterable[str]] = t
     """
     listing = set(names)
     if CONFIG not in listing:
-        _check_no_folder(CONFIG, listing, folders)
+        check_no_folder(CONFIG, listing, folders)
         below = sorted(name for name in listing if name.endswith(f"/{CONFIG}"))
         advice = f"{below[0][:200]} exists: name that folder" if below else SAVE_AGAIN
         raise file_invalid(CONFIG, "is missing from the adapter's folder", advice)
     if WEIGHTS in listing:
         return AdapterFiles(CONFIG, WEIGHTS)
-    _check_no_folder(WEIGHTS, listing, folders)
+    check_no_folder(WEIGHTS, listing, folders)
     if sharded := sorted(name for name in listing if name.startswith("adapter_model") and ".safetensors" in name):
         raise UnsupportedAdapter(
             f"{sharded[0][:200]}: weights in several files are not served; save one {WEIGHTS}",
@@ -71,7 +71,8 @@ def adapter_files(names: Iterable[str], folders: Callable[[], Iterable[str]] = t
     raise file_invalid(WEIGHTS, "is missing from the adapter's folder", SAVE_AGAIN)
 
 
-def _check_no_folder(file: str, listing: Iterable[str], folders: Callable[[], Iterable[str]]) -> None:
-    """As `hf download --local-dir FILE` makes it, and a container's mount of a file that is not there."""
+def check_no_folder(file: str, listing: Iterable[str], folders: Callable[[], Iterable[str]]) -> None:
+    """Refuse a folder in the place of `file`, as `hf download --local-dir FILE` makes it, and a container's mount of a
+    file that is not there. Raises AdapterInvalid (metadata `file`)."""
     if any(name.startswith(f"{file}/") for name in listing) or file in folders():
         raise file_invalid(file, "is a folder, not a file", "put the file itself in its place")

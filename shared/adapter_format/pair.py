@@ -4,13 +4,19 @@ import math
 
 from shared.adapter_format.draft import Draft, check_dtype
 from shared.adapter_format.names import Site
-from shared.adapter_format.reasons import OTHER_BASE, SAVE_AGAIN, tensor_invalid, tensor_unsupported
+from shared.adapter_format.reasons import (
+    ONE_TRAINING,
+    OTHER_BASE,
+    RIGHT_RANK,
+    SAVE_AGAIN,
+    tensor_invalid,
+    tensor_unsupported,
+)
 from shared.adapter_format.values import MAX_RANK
 
 Blocks = tuple[int, int]
 DENSE: Blocks = (1, 1)
 _BLOCKS = "set nblocks as in training"
-_ONE_TRAINING = "take both from the same checkpoint, saved with PEFT"
 
 
 def take_pair(
@@ -63,14 +69,12 @@ def rank_and_scale(
         raise tensor_invalid(b, problem, OTHER_BASE)
     if infos[1].shape[1] != rank // blocks[1]:
         problem = f"has shape {list(infos[1].shape)}, not [{rows}, {rank // blocks[1]}]: its lora_A has rank {rank}"
-        raise tensor_invalid(b, problem, _BLOCKS if blocks != DENSE else _ONE_TRAINING)
+        raise tensor_invalid(b, problem, _BLOCKS if blocks != DENSE else ONE_TRAINING)
     if rank > MAX_RANK:
         raise tensor_unsupported(a, "r", f"rank {rank} is above the limit of {MAX_RANK}; train with a smaller rank")
     if rank != promised and not is_tied:
         problem = f"has rank {rank}; adapter_config.json says {promised:g} (r or rank_pattern)"
-        raise tensor_invalid(
-            a, problem, "correct r and rank_pattern: saving sorts patterns, and the first that matches counts"
-        )
+        raise tensor_invalid(a, problem, RIGHT_RANK)
     return rank, draft.alphas.value(name) / (math.sqrt(promised) if draft.config.use_rslora else promised)
 
 

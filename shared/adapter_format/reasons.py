@@ -9,6 +9,8 @@ SAVE_AGAIN = "load the adapter with PEFT on its base model and save it again"
 OTHER_BASE = "register it for the base model that it was trained on"
 COPY_AGAIN = "copy or download the file again, or save it anew"
 TRAIN_WITHOUT = "train with one of the two"
+ONE_TRAINING = "take both from the same checkpoint, saved with PEFT"
+RIGHT_RANK = "correct r and rank_pattern: saving sorts patterns, and the first that matches counts"
 
 
 def tensor_invalid(tensor: str, problem: str, advice: str) -> AdapterInvalid:

@@ -7,9 +7,10 @@ from typing import NamedTuple
 from shared.adapter_format.mistaken import mistaken, mistaken_text
 from shared.adapter_format.reasons import file_invalid
 from shared.adapter_format.texts import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG
+from shared.adapter_format.token_settings import check_token_settings
 from shared.adapter_format.vocabulary import Vocabulary, beyond, read_vocabulary
 from shared.base_model import ModelConfig
-from shared.chat_template import parse_template, special_tokens, template_file, template_source
+from shared.chat_template import parse_template, template_file, template_source
 from shared.errors import AdapterInvalid, InvalidArgument
 from shared.json_text import as_json
 
@@ -42,14 +43,14 @@ def check_texts(files: Mapping[str, bytes], model: ModelConfig) -> TextFacts:
     """
     try:
         warnings = list(_template_warnings(files))
-        special = special_tokens(files)
         _check_special_tokens(files)
     except InvalidArgument as error:
         raise of_file(error, files) from None
     vocabulary = read_vocabulary(files[TOKENIZER]) if TOKENIZER in files else None
+    check_token_settings(files)
     if vocabulary is None:
         return TextFacts(tuple(warnings))
-    warnings += _vocabulary_warnings(vocabulary, special.get("eos_token"), model)
+    warnings += _vocabulary_warnings(vocabulary, model)
     return TextFacts(tuple(warnings), *vocabulary.last())
 
 
@@ -96,9 +97,7 @@ def _template_warnings(files: Mapping[str, bytes]) -> Iterator[str]:
     yield from (f"{file}: the chat template {doubt}" for doubt in syntax.doubts)
 
 
-def _vocabulary_warnings(vocabulary: Vocabulary, eos_token: str | None, model: ModelConfig) -> Iterator[str]:
-    if eos_token is not None and not vocabulary.has(eos_token):
-        yield f"eos_token {eos_token[:60]!r} is no token of {TOKENIZER}: it ends nothing"
+def _vocabulary_warnings(vocabulary: Vocabulary, model: ModelConfig) -> Iterator[str]:
     if vocabulary.num_tokens < _FEW * model.vocab_size:
         yield (
             f"{TOKENIZER} has {vocabulary.num_tokens} tokens, the base model {model.vocab_size} ids; replicas refuse a "

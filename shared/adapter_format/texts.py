@@ -1,8 +1,8 @@
 """The files by which an adapter brings a tokenizer or a chat template of its own. They count in its digest."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from shared.adapter_format.files import CONFIG
+from shared.adapter_format.files import CONFIG, check_no_folder
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -12,6 +12,19 @@ CHAT_TEMPLATE = "chat_template.jinja"
 # Largest sizes in bytes. Llama 3's tokenizer.json has 17 MB, Gemma 3's 33 MB.
 MAX_BYTES = {TOKENIZER: 48 << 20, TOKENIZER_CONFIG: 8 << 20, SPECIAL_TOKENS: 1 << 20, CHAT_TEMPLATE: 1 << 20}
 _SLOW = ("tokenizer.model", "vocab.json")  # what a tokenizer is saved as that has no fast form
+
+
+def check_texts_are_files(names: Iterable[str], folders: Callable[[], Iterable[str]]) -> None:
+    """That no folder stands where a text file would be read, for the base model's would be taken in silence.
+
+    `names`: of the files beside the config; `folders`: gives the folders there, if `names` does not tell.
+
+    Raises:
+        AdapterInvalid: one does (metadata `file`).
+    """
+    listing, beside = set(names), set(folders())
+    for name in MAX_BYTES.keys() - listing:
+        check_no_folder(name, listing, lambda: beside)
 
 
 def text_files(names: Iterable[str], config: str = CONFIG) -> tuple[str, ...]:

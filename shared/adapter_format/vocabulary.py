@@ -2,23 +2,27 @@
 
 import json
 from collections.abc import Mapping, Set
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from shared.adapter_format.mistaken import mistaken
 from shared.adapter_format.reasons import COPY_AGAIN, file_invalid
 from shared.adapter_format.texts import TOKENIZER
+from shared.adapter_format.tokenizer_model import missing_of_merges
 from shared.errors import AdapterInvalid
 
 MAX_TOKENS = 1 << 20  # more are not counted: a few hundred bytes each
-_SAVE_AGAIN = "save the tokenizer that the adapter was trained with"
+SAVE_TOKENIZER = "save the tokenizer that the adapter was trained with"
 
 _Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class _Model(msgspec.Struct):
     vocab: msgspec.Raw
+    merges: msgspec.Raw = msgspec.Raw(b"[]")
+    continuing_subword_prefix: Any = None
+    unk_id: Any = None
     type: Literal["BPE", "WordPiece", "WordLevel", "Unigram"] | None = None
 
 
@@ -55,10 +59,6 @@ class Vocabulary(NamedTuple):
     def num_tokens(self) -> int:
         return len(self.ids) + len(self.added)
 
-    def has(self, token: str) -> bool:
-        """Whether it is a token."""
-        return token in self.ids or token in self.added
-
     def last(self) -> tuple[int, str]:
         """The largest id, or one that is not larger, and its token; (-1, "") without any."""
         largest = max(((token_id, token) for token, token_id in self.ids.items()), default=(-1, ""))
@@ -83,11 +83,14 @@ def read_vocabulary(data: bytes) -> Vocabulary | None:
         if tokens.count(b",") + len(file.added_tokens) > MAX_TOKENS:
             return None
         ids = _ids(tokens)
+        problem = _problem(file.model, ids)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise mistaken(data[:64], TOKENIZER, is_json=True) or file_invalid(
             TOKENIZER, f"is not a tokenizer: {problem:.200}", COPY_AGAIN
         ) from None
+    if problem is not None:
+        raise file_invalid(TOKENIZER, problem, SAVE_TOKENIZER)
     added = dict.fromkeys(token.content for token in file.added_tokens if token.content not in ids)
     return Vocabulary(ids, tuple(added), {token.content for token in file.added_tokens if token.special})
 
@@ -99,9 +102,25 @@ def _ids(tokens: bytes) -> Mapping[str, int]:
     return _BY_TOKEN.decode(tokens)
 
 
+def _problem(model: _Model, ids: Mapping[str, int]) -> str | None:
+    """Why the library reads no such model, as far as that is looked at. Raises msgspec.DecodeError."""
+    merges = bytes(model.merges)
+    if model.type == "BPE" and merges.count(b",") <= 2 * MAX_TOKENS:
+        prefix = model.continuing_subword_prefix
+        return missing_of_merges(merges, ids, prefix if isinstance(prefix, str) else "")
+    if model.type == "Unigram" and isinstance(model.unk_id, int) and not 0 <= model.unk_id < len(ids):
+        return f"unk_id is {model.unk_id}, which is none of its {len(ids)} tokens"
+    return None
+
+
 def beyond(token: str, token_id: int, vocab_size: int) -> str:
     """That a model which has `vocab_size` ids with the adapter lacks this one."""
-    return f"{_shown(token)} has the id {token_id}; with this adapter the model has {vocab_size} token ids"
+    return f"{_shown(token)} has the id {token_id}; {no_id_of_model(vocab_size)}"
+
+
+def no_id_of_model(vocab_size: int) -> str:
+    """Why an id that large is none."""
+    return f"with this adapter the model has {vocab_size} token ids"
 
 
 def check_vocabulary(own: Mapping[str, int], base: Mapping[str, int], vocab_size: int) -> None:
@@ -124,7 +143,7 @@ def check_vocabulary(own: Mapping[str, int], base: Mapping[str, int], vocab_size
 
 
 def _contradiction(problem: str, token_id: int) -> AdapterInvalid:
-    error = file_invalid(TOKENIZER, problem, _SAVE_AGAIN)
+    error = file_invalid(TOKENIZER, problem, SAVE_TOKENIZER)
     error.metadata["token_id"] = str(token_id)
     return error
 

@@ -16,6 +16,7 @@ from deploy.k8s.schemas import schema_errors
 from deploy.k8s.validate import CHECKS
 from shared.auth.rules import RULES
 from shared.auth.tokens import TokenFile, hash_token
+from shared.base_model import default_id
 
 TEXT = (K8S.parents[1] / "docs" / "operate.md").read_text()
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
@@ -33,10 +34,11 @@ esac
 
 
 class Documented(NamedTuple):
-    """The overlay, the pod that fills the volume, and what is added for TLS and for an operator's label."""
+    """The overlay, the pod that fills the volume, and what is added for a model's id, TLS and an operator's label."""
 
     overlay: dict[str, Any]
     copying: dict[str, Any]
+    model: dict[str, Any]
     tls: dict[str, Any]
     label: dict[str, Any]
 
@@ -61,7 +63,7 @@ def test_the_overlay_is_valid() -> None:
 
 
 def test_the_certificate_has_the_name_that_clients_are_told_to_use() -> None:
-    overlay, _, tls, _ = documented()
+    overlay, _, _, tls, _ = documented()
     overlay["components"].append(str(K8S / "components" / "tls"))
     overlay["patches"] += tls["patches"]
     manifests = rendered(overlay)
@@ -75,7 +77,7 @@ def test_the_certificate_has_the_name_that_clients_are_told_to_use() -> None:
 
 
 def test_the_pod_that_fills_the_volume_writes_what_replicas_can_read() -> None:
-    overlay, pod, _, _ = documented()
+    overlay, pod, *_ = documented()
     assert list(schema_errors([pod])) == []
     assert list(workload_errors({"metadata": pod["metadata"], "spec": {"template": pod}})) == []
     found = {(item["kind"], item["metadata"]["name"]): item for item in rendered(overlay)}
@@ -90,10 +92,11 @@ def test_the_pod_that_fills_the_volume_writes_what_replicas_can_read() -> None:
     ]
     model = tomllib.loads(config["data"]["inference.toml"])["model"]
     assert f"exec {pod['metadata']['name']} -- mv /models/copying {model} " in TEXT
+    assert f"`--base-model {default_id(model)}`" in TEXT
 
 
 def test_the_label_that_an_operator_selects_by_is_on_all_that_it_reads() -> None:
-    overlay, _, _, label = documented()
+    overlay, *_, label = documented()
     overlay["patches"] += label["patches"]
     manifests = rendered(overlay)
     assert [error for check in CHECKS for error in check(manifests)] == []

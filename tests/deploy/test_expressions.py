@@ -118,7 +118,7 @@ def test_what_it_asks_for_is_there(where: str, expression: str) -> None:
         ("rate(vllm:num_request_waiting[5m])", "no metric"),
         ('loraplex_up{proces="engine"}', "no label proces"),
         ('loraplex_up{process="engin"}', "no process=engin"),
-        ('loraplex_up{process=~"engine|api"}', "no process=api"),
+        ('loraplex_up{process=~"engine|apis"}', "no process=apis"),
         ("sum by (model) (vllm:num_requests_waiting)", "no label model"),
         ("a_b / on (pool) vllm:num_requests_waiting", "no label pool"),
         ('up{job="inference"}', "no job"),

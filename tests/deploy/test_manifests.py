@@ -201,7 +201,22 @@ SERVICES: dict[str, tuple[str, Spoil]] = {
         lambda i: container(i)["livenessProbe"]["grpc"].update(service="loraplex.inference.v1.InferenceService"),
     ),
     "startup": ("startupProbe", lambda i: container(i, REGISTRY).pop("startupProbe")),
-    "grace": ("is killed after", lambda i: pod(i).update(terminationGracePeriodSeconds=120)),
+    "grace": (
+        "is killed after 159 s and needs 160",  # 5 before SIGTERM, the drain's 120, 10 a stage, 5 for all else
+        lambda i: pod(i).update(terminationGracePeriodSeconds=159),
+    ),
+    "longer drain": (
+        "is killed after 160 s and needs 340",
+        lambda i: config(i, "inference", "drain_grace = 120.0", "drain_grace = 300.0"),
+    ),
+    "registry's grace": (
+        "is killed after 34 s and needs 35",
+        lambda i: pod(i, REGISTRY).update(terminationGracePeriodSeconds=34),
+    ),
+    "engine": (
+        "max_batched_tokens",
+        lambda i: config(i, "inference", "api_processes", "max_batched_tokens = 0\napi_processes"),
+    ),
     "pause": ("does not pause", lambda i: container(i, REGISTRY).pop("lifecycle")),
 }
 
@@ -350,6 +365,18 @@ def drop_variable(of, suffix):
     before = len(of["env"])
     of["env"] = [item for item in of["env"] if not item["name"].endswith(suffix)]
     assert len(of["env"]) == before - 1
+
+
+def test_the_documents_say_how_long_a_replica_takes_to_end() -> None:
+    """The sum of the graces of its processes' stages, with what the manifests pause and what is spare."""
+    (replica,) = [each for each in running(built()) if each.container["name"] == "inference"]
+    beside_the_drain = replica.pod["terminationGracePeriodSeconds"] - replica.config.drain_grace
+    docs = K8S.parents[1] / "docs"
+    assert f"at least the first and {beside_the_drain:g} s" in (docs / "operate.md").read_text()
+    upgrade = " ".join((docs / "upgrade.md").read_text().split())
+    pause = replica.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert f"(`TimeoutStopSec`) above that by {beside_the_drain - pause:g} s" in upgrade
+    assert f"`terminationGracePeriodSeconds` by {beside_the_drain:g} s" in upgrade
 
 
 def _cases(table):

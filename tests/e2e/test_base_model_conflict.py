@@ -53,7 +53,8 @@ async def test_no_adapter_is_served_until_the_registry_has_this_base_model(
             await stack.inference.ready(SECONDS)
             assert len([event async for event in client.generate(PROMPTS[0], stop=STOP)]) > 1
             await _check_refused(client, name, other, told=(theirs, ours, "--model-name"))
-            await until(client, name, lambda s: [r.reason for r in s.not_ready] == ["BASE_MODEL_CONFLICT"])
+            for each in (name, other):  # pinned, and on demand
+                await until(client, each, lambda s: [r.reason for r in s.not_ready] == ["BASE_MODEL_CONFLICT"])
             listed = await client.call(client.registry.ListReplicas(registry_pb2.ListReplicasRequest()))
             states = {(state.level, state.reason) for state in listed.replicas[0].resident}
             assert (len(listed.replicas), states) == (1, {(FAILED, "BASE_MODEL_CONFLICT")})

@@ -180,11 +180,11 @@ class Trace:
     async def _control(self, call: object) -> None:
         name, known = self._pick(lambda known: bool(known.versions) and not known.is_deleted)
         if name:
-            reference = f"{name}@{self.random.choice(known.live)}"
+            reference, started = f"{name}@{self.random.choice(known.live)}", time.monotonic()
             try:
                 await self.client.call(call(reference))  # type: ignore[operator]
             except LoraplexError as error:
-                if error.reason != "ADAPTER_NOT_FOUND" or not known.may_be_unknown(time.monotonic(), reference):
+                if error.reason != "ADAPTER_NOT_FOUND" or not known.may_be_unknown(started, reference):
                     raise
 
     def _pick(self, is_wanted: object) -> tuple[str, Known]:

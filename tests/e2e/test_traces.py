@@ -137,7 +137,7 @@ def test_a_line_tells_of_the_request(traced: Traced) -> None:
         traced.started.adapter_version, traced.started.adapter_digest, TRACE,
     )  # fmt: skip
     assert (line["prompt_tokens"], line["completion_tokens"], line["cached_tokens"]) == (3, 4, 0)
-    assert line["total_seconds"] == pytest.approx(traced.finished.timings.total_seconds, abs=0.05)
+    assert line["total_seconds"] >= traced.finished.timings.total_seconds - 0.001  # which were told before the end
     assert line["first_token_seconds"] <= line["total_seconds"]
 
 

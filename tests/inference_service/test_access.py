@@ -165,6 +165,22 @@ async def test_a_tenant_sees_and_unloads_only_what_is_its_own(access):
         assert engine.calls == [("unload", DIGEST, False)]
 
 
+async def test_of_content_that_others_share_a_tenant_hears_its_own_names(access):
+    adapters = TwoTenants()
+    names = [f"namespaces/{namespace}/adapters/same/versions/1" for namespace in ("team-a", "team-b")]
+    names.append("namespaces/team-a/adapters/again/versions/2")
+
+    async def of_all(digests):
+        return dict.fromkeys(digests, names)
+
+    adapters.names = of_all
+    async with serving(FakeEngine(), adapters, access) as stubs:
+        answer = await stubs.ListLoadedAdapters(requests("-")["ListLoadedAdapters"], metadata=bearer("operator-a"))
+    told = [name for adapter in answer.adapters for name in (adapter.adapter_version, *adapter.other_versions)]
+    assert {names[0], names[2]} <= set(told)
+    assert not [name for name in told if "team-b" in name]
+
+
 async def test_content_that_others_share_is_not_unloaded_for_them(access):
     engine, adapters = FakeEngine(), TwoTenants()
 

@@ -194,6 +194,23 @@ async def test_list_merges_tiers_by_digest_and_pages() -> None:
     assert (len(first.adapters), second.next_page_token) == (2, "")
 
 
+@pytest.mark.parametrize("num_others", [0, 2, 20])
+async def test_the_list_has_the_other_versions_of_the_same_content(num_others: int) -> None:
+    engine, adapters = FakeEngine(), FakeAdapters()
+    first, *others = (f"namespaces/default/adapters/a{number:02}/versions/1" for number in range(1 + num_others))
+    adapters.staged = [StagedAdapter(name, DIGEST, "HOST", 8, 100) for name in (*reversed(others), first)]
+
+    async def of_all(digests: Sequence[str]) -> dict[str, list[str]]:
+        return {digest: ["", first, *others] for digest in digests}
+
+    adapters.names = of_all  # type: ignore[method-assign]
+    async with serving(engine, adapters) as (_, channel):
+        found = await AdapterControlServiceStub(channel).ListLoadedAdapters(control.ListLoadedAdaptersRequest())
+    (adapter,) = found.adapters
+    assert adapter.adapter_version == first
+    assert list(adapter.other_versions) == others[:8]
+
+
 async def test_a_resident_adapter_that_is_in_no_other_tier_keeps_its_name() -> None:
     engine, adapters = FakeEngine(), FakeAdapters()
     adapters.staged = []

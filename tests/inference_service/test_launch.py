@@ -19,7 +19,7 @@ from inference_service.engine.config import EngineConfig
 from inference_service.launch import child_specs, find_base_model
 from inference_service.machine_checks import kernel_cache
 from shared.base_model import parse_config, tensor_shapes
-from shared.config import ConfigError, load
+from shared.config import ConfigError, load, options
 from shared.errors import InvalidArgument
 from shared.flags import flag_parser
 from tests.inference_service.serving_fakes import raw_config
@@ -106,6 +106,7 @@ def test_start_lines(folder: Path) -> None:
     start = msgspec.json.decode(adapters.start, type=AdapterProcessStart)
     assert (start.host_arena_fd, start.address, start.wait_for_engine) == (9, "ipc:///run/x/adapters.sock", False)
     assert (start.config.base_model, start.config.dtype, start.config.disk_bytes) == ("tiny-model", "float32", 20 << 30)
+    assert start.config.device_bytes == 1 << 20
     assert msgspec.json.decode(adapters.restart, type=AdapterProcessStart).wait_for_engine
     line = json.loads(engine.start)
     assert (line["api_address"], line["adapter_address"]) == ("ipc:///run/x/engine.sock", start.address)
@@ -143,7 +144,7 @@ def test_variables_that_processes_read_before_they_can_be_told(folder: Path, mon
     config = InferenceConfig(model=str(folder), device="cpu", cache_dir=Path("/c"))
     specs = child_specs(config, find_base_model(config), Path("/run/x"), 9)
     of_engine = {"TRITON_CACHE_DIR": "/c/kernels", "MALLOC_TRIM_THRESHOLD_": "131072"}
-    of_adapters = {"GRPC_VERBOSITY": "ERROR"}
+    of_adapters = {"GRPC_VERBOSITY": "NONE"}
     of_api = {**of_adapters, "GRPC_ENABLE_FORK_SUPPORT": "0"}
     assert [dict(spec.environment) for spec in specs] == [of_adapters, of_engine, of_api]
     monkeypatch.setenv("GRPC_VERBOSITY", "INFO")
@@ -156,6 +157,11 @@ def test_half_precision_is_for_gpus(folder: Path) -> None:
     on_gpu = InferenceConfig(model=str(folder), device="cuda")
     assert find_base_model(on_gpu).dtype == "bfloat16"
     assert find_base_model(InferenceConfig(model=str(folder), device="cuda", dtype="float32")).dtype == "float32"
+
+
+@pytest.fixture(autouse=True)
+def _any_port_of_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"{ENV_PREFIX}METRICS_LISTEN", "127.0.0.1:0")  # the usual one may be taken
 
 
 def error_of(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -197,6 +203,38 @@ def test_an_engine_setting_that_is_wrong_is_named(folder: Path) -> None:
         child_specs(config, find_base_model(config), Path("/run/x"), 9)
 
 
+@pytest.mark.parametrize(
+    ("flag", "most"),
+    [
+        ("--threads", 1024),
+        ("--api-processes", 256),
+        ("--max-adapters", 65536),
+        ("--max-num-seqs", 65536),
+        ("--max-batched-tokens", 1 << 20),
+    ],
+)
+def test_numbers_that_no_machine_has_are_refused_with_the_range(
+    folder: Path, capfd: pytest.CaptureFixture[str], flag: str, most: int
+) -> None:
+    for number in (0, most + 1, 100_000_000, 9 * 10**30):
+        told = error_of(capfd, "--model", str(folder), "--listen", "127.0.0.1:0", flag, str(number))
+        assert told == f"error: {flag} (flag): expected 1 to {most}, is {number}"
+    name = flag.strip("-").replace("-", "_")
+    assert (
+        getattr(load(InferenceConfig, toml=None, env={}, prefix="", flags={"model": "m", name: str(most)}), name)
+        == most
+    )
+
+
+def test_every_number_has_both_ends() -> None:
+    """No integer reaches a library that would fail at it, and no time a clock."""
+    for option in options(InferenceConfig):
+        if option.kind in (int, float) and not option.is_table:
+            for number in (-(1 << 70), 1 << 70):
+                with pytest.raises(ConfigError, match=rf"{option.flag} \(flag\): expected .*\d.*, is "):
+                    load(InferenceConfig, toml=None, env={}, prefix="", flags={"model": "m", option.name: str(number)})
+
+
 def test_what_the_machine_lacks_is_told_before_anything_starts(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,11 +250,13 @@ def test_what_the_machine_lacks_is_told_before_anything_starts(
         (("--adapter-memory", "1"), "--adapter-memory (flag): expected a size such as 256MiB, of 1MiB or more"),
         (
             ("--disk-bytes", "100PiB"),
-            "--disk-bytes (flag): expected a size such as 256MiB (bytes, or with kB, MB, GB, TB, KiB, MiB, GiB, TiB), "
-            "is '100PiB'",
+            "--disk-bytes (flag): expected a size such as 256MiB, of 1MiB or more (bytes, or with kB, MB, GB, TB, KiB, "
+            "MiB, GiB, TiB), is '100PiB'",
         ),
+        (("--disk-bytes", "10KB"), "--disk-bytes (flag): expected a size such as 256MiB, of 1MiB or more"),
         (("--registry", "not an address"), "--registry (flag): expected HOST:PORT"),
-        (("--max-num-seqs", "9" * 30), "--max-num-seqs (flag): expected a number above zero"),
+        (("--adapter-memory", "10TiB"), "--adapter-memory: 10TiB cannot be had: the system has "),
+        (("--kv-cache-memory", "15TiB"), "--kv-cache-memory: 15TiB cannot be had: the system has "),
     ]:
         assert error_of(capfd, *model, *more).startswith(f"error: {told}")
     monkeypatch.setattr("inference_service.machine_checks.cuda_memory", lambda: 0)
@@ -271,11 +311,15 @@ def test_what_only_a_child_finds_wrong_ends_the_replica_likewise(
     ]
 
 
-def test_a_taken_port_of_health_is_told_in_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    model = ("--model", str(folder), "--listen", "127.0.0.1:0")
+def test_a_taken_port_is_told_in_one_line_before_anything_is_made(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = ("--model", str(folder), "--listen", "127.0.0.1:0", "--cache-dir", str(tmp_path / "c"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        told = error_of(capfd, *model, "--health-listen", address)
-    assert told == f"error: --health-listen: cannot listen on {address}: address already in use"
+        for flag in ("--listen", "--health-listen", "--metrics-listen"):
+            told = error_of(capfd, *model, flag, address)
+            assert told == f"error: {flag}: cannot listen on {address}: address already in use"
+    assert not (tmp_path / "c").exists()
     several = ("--api-processes", "2", "--listen", "unix:/any", "--health-listen", "127.0.0.1:0")
     assert "--health-listen: port 0 needs --api-processes 1" in error_of(capfd, *model[:2], *several)

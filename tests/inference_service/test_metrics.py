@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -140,7 +141,8 @@ def test_restarts_are_counted_by_process_and_reason(port: int, snapshots: list[S
         feed.on_restart(role, was_hung=was_hung)
     snapshots.append(replace(FULL, restarts=feed.restarts))
     found = {tuple(s.labels.values()): s.value for s in Scrape(port).samples["loraplex_process_restarts_total"]}
-    assert found == {("engine", "hang"): 2, ("api", "end"): 1, ("engine", "end"): 1}
+    none = dict.fromkeys(product(("adapters", "api", "engine"), ("end", "hang")), 0)
+    assert found == none | {("engine", "hang"): 2, ("api", "end"): 1, ("engine", "end"): 1}
 
 
 def test_head_is_get_without_a_body(port: int) -> None:
@@ -178,7 +180,7 @@ def test_old_label_sets_vanish_and_a_dead_engine_says_nothing(port: int, snapsho
     snapshots.append(Snapshot("tiny", 4))
     scrape = Scrape(port)
     assert "vllm:num_requests_waiting" not in scrape.samples
-    assert scrape.by("loraplex_up", "process") == {"engine": 0, "adapters": 0}
+    assert scrape.by("loraplex_up", "process") == {"engine": 0, "adapters": 0, "api": 0}
     assert scrape.one("vllm:max_gpu_lora_adapters").value == 4
     assert scrape.one("vllm:num_gpu_loaded_lora_adapters").value == 0
 
@@ -203,6 +205,7 @@ def test_counters_of_known_labels_begin_at_0(port: int, snapshots: list[Snapshot
         assert scrape.counted(name, "reason") == {}
     told = {(s.labels["rpc"], s.labels["code"]): s.value for s in scrape.samples["loraplex_calls_total"]}
     assert told["Generate", "OK"] == told["Generate", "UNAVAILABLE"] == 0
+    assert [sample.value for sample in scrape.samples["loraplex_process_restarts_total"]] == [0] * 6
 
 
 def test_every_reason_of_generate_is_known_before_it_comes() -> None:
@@ -325,6 +328,7 @@ async def test_a_running_stack(tmp_path: Path) -> None:
         log = (tmp_path / "inference.log").read_text()
         assert "device memory in MiB: weights" in log
         assert "a sequence may have " in log
+        assert log.count("the model has no tokenizer.json: texts and chats are refused") == 1
         await until(lambda: Scrape(registry).one("loraplex_registry_watch_lag_revisions").value == 0)
         _check_registry(Scrape(registry))
 
@@ -352,7 +356,7 @@ def _check_replica(scrape: Scrape) -> None:
     assert scrape.one("vllm:inter_token_latency_seconds_count").value == 11
     assert scrape.one("vllm:request_prefill_time_seconds_sum").value > 0, "admission was before the step, not after"
     assert scrape.one("vllm:num_requests_running").value == 0
-    assert scrape.by("loraplex_up", "process") == {"engine": 1, "adapters": 1}
+    assert scrape.by("loraplex_up", "process") == {"engine": 1, "adapters": 1, "api": 1}
     assert scrape.by("loraplex_memory_bytes", "kind")["adapter_arena"] == 1 << 20
     assert scrape.by("loraplex_memory_bytes", "kind")["weights"] > 0
     assert scrape.one("vllm:num_gpu_loaded_lora_adapters").value == 1

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 
 import pytest
@@ -101,6 +101,7 @@ async def test_children_that_fail_again_and_again_end_the_replica_with_their_rea
     [
         ("print(json.dumps(dict(level='error', message='no cache')), file=sys.stderr)", "no cache"),
         ("print(json.dumps(dict(level='error', message='ends', exception='a\\nb')), file=sys.stderr)", "ends: b"),
+        ("print(json.dumps(dict(level='error', message='no model:\\n  away')), file=sys.stderr)", "no model: away"),
         ("raise KeyError('x')", "KeyError: 'x'"),
         ("os.kill(os.getpid(), 9)", ""),
         ("print('x' * (3 << 20), file=sys.stderr); print('error: long', file=sys.stderr)", "long"),
@@ -201,7 +202,7 @@ signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 def note(text):
     with open(sys.argv[1], "a") as file: file.write(f"{os.getpid()} {text}\\n")
 note("starts")
-time.sleep(2.0)
+time.sleep(6.0)
 signal.signal(signal.SIGUSR1, lambda *_: note("answers"))
 print("ready", flush=True)
 while True: signal.pause()
@@ -223,7 +224,7 @@ async def test_a_process_that_stands_still_is_replaced_and_one_that_starts_is_no
         await lines(log, len(before) + 1)
 
     engine = ChildSpec("engine", (sys.executable, "-S", "-c", ANSWERING, str(log)), b"", b"", stage=1, grace=5.0)
-    ears, hangs = Ears(), HangPolicy(1.5, {"engine": ask})
+    ears, hangs = Ears(), HangPolicy(5.0, {"engine": ask})
     running = asyncio.create_task(Supervisor([engine], outlets, FAST, ears, hangs).run())
     first = (await lines(log, 2))[0].split()[0]
     os.kill(int(first), signal.SIGSTOP)
@@ -237,7 +238,7 @@ async def test_a_process_that_stands_still_is_replaced_and_one_that_starts_is_no
     assert second != first
     assert ears.heard == ["engine_down", "engine again, hung", "engine_up"]
     told = [record.message for record in caplog.records if record.levelname == "ERROR"]
-    assert told == ["the engine process has not answered for 1.5 seconds; it is killed"]
+    assert told == ["the engine process has not answered for 5 seconds; it is killed"]
 
 
 # Answers what it is asked, and has heard it.
@@ -263,7 +264,7 @@ async def test_of_processes_of_one_role_the_one_that_hears_nothing_is_replaced(
         for log in logs
     ]
     ears = Ears()
-    running = asyncio.create_task(Supervisor(api, outlets, FAST, ears, HangPolicy(1.5, {})).run())
+    running = asyncio.create_task(Supervisor(api, outlets, FAST, ears, HangPolicy(5.0, {})).run())
     before = [(await lines(log, 2))[0].split()[0] for log in logs]
     os.kill(int(before[0]), signal.SIGSTOP)
     async with asyncio.timeout(60):
@@ -274,7 +275,38 @@ async def test_of_processes_of_one_role_the_one_that_hears_nothing_is_replaced(
     assert ears.heard == ["api_down", "api again, hung", "api_up"]
     assert {line.split()[0] for line in written(logs[1])} == {before[1]}
     told = [record.message for record in caplog.records if record.levelname == "ERROR"]
-    assert told == ["the api process has not answered for 1.5 seconds; it is killed"]
+    assert told == ["the api process has not answered for 5 seconds; it is killed"]
+
+
+async def _is_true_soon(answer: Awaitable[bool]) -> bool:
+    try:
+        return await asyncio.wait_for(answer, 1.0)
+    except TimeoutError:
+        return False
+
+
+async def test_processes_of_a_role_answer_if_all_do(tmp_path: Path, outlets: Outlets) -> None:
+    logs = [tmp_path / "first", tmp_path / "second"]
+    argv = (sys.executable, "-S", "-c", HEARING)
+    api = [ChildSpec("api", (*argv, str(log)), b"", b"", stage=0, grace=5.0, hears_events=True) for log in logs]
+    supervisor = Supervisor(api, outlets, FAST)
+    assert not await supervisor.answers("api"), "none is there yet"
+    running = asyncio.create_task(supervisor.run())
+
+    async def all_answer() -> None:
+        """What a process was asked that ends meanwhile is lost."""
+        async with asyncio.timeout(60):
+            while not await _is_true_soon(supervisor.answers("api")):  # noqa: ASYNC110 - other processes start
+                await asyncio.sleep(0.01)
+
+    await all_answer()
+    first = int(written(logs[0])[0].split()[0])
+    os.kill(first, signal.SIGSTOP)
+    assert not await _is_true_soon(supervisor.answers("api"))
+    os.kill(first, signal.SIGKILL)
+    await all_answer()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(running, 60) == 0
 
 
 async def test_a_program_that_is_missing_ends_the_replica(outlets: Outlets) -> None:
@@ -284,7 +316,9 @@ async def test_a_program_that_is_missing_ends_the_replica(outlets: Outlets) -> N
     assert supervisor.failure.startswith("the engine process cannot be started")
 
 
-async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path, outlets: Outlets) -> None:
+async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(
+    tmp_path: Path, outlets: Outlets, caplog: pytest.LogCaptureFixture
+) -> None:
     log = tmp_path / "deaf"
     code = "import signal, sys, time; signal.signal(15, 1); open(sys.argv[1], 'w').write('up\\n'); time.sleep(60)"
     deaf = ChildSpec("engine", (sys.executable, "-S", "-c", code, str(log)), b"", b"", stage=1, grace=0.2)
@@ -292,6 +326,8 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: 
     await lines(log, 1)
     os.kill(os.getpid(), signal.SIGINT)
     assert await asyncio.wait_for(running, 60) == 0
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == ["the engine process has not ended within 0.2 seconds; it is killed"]
 
 
 async def test_children_hear_when_the_supervisor_dies(tmp_path: Path) -> None:

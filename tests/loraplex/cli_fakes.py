@@ -20,14 +20,23 @@ LEVEL = control_pb2.LoadedAdapter.LEVEL_GPU
 
 
 class FakeInference(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.AdapterControlServiceServicer):
-    """Echoes prompts. `wrong` is refused, `slow` says one word and then nothing. It keeps its requests."""
+    """Echoes prompts. `wrong` is refused, `slow` says one word and then nothing. It keeps its requests.
+
+    `refusal`: what GetModelInfo and LoadAdapter are refused with.
+    """
 
     def __init__(self):
         self.requests = []
         self.status = control_pb2.GetReplicaStatusResponse()
         self.pins = [[], []]  # of the two adapters
+        self.refusal = None
+
+    def _check(self):
+        if self.refusal is not None:
+            raise self.refusal
 
     async def GetModelInfo(self, request, context):  # noqa: N802
+        self._check()
         fields = {"architecture": "LlamaForCausalLM", "device": "cpu", "dtype": "float32"}
         return inference_pb2.GetModelInfoResponse(base_model="baseModels/tiny", vocab_size=64, **fields)
 
@@ -44,6 +53,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grp
             yield inference_pb2.GenerateResponse(finished={"index": index, "usage": {"completion_tokens": 3}})
 
     async def LoadAdapter(self, request, context):  # noqa: N802
+        self._check()
         self.requests.append(request)
         adapter = {"adapter_version": NAMES[0], "size_bytes": 20_000, "pinned": request.pinned}
         return control_pb2.LoadAdapterResponse(adapter=adapter)
@@ -105,7 +115,7 @@ def serving(folder):
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
     try:
-        assert started.wait(20)
+        assert started.wait(60)
         yield servers[0]
     finally:
         loop.call_soon_threadsafe(stop.set)

@@ -4,10 +4,12 @@ import io
 import json
 import re
 
+import grpc
 import pytest
 
 from loraplex.cli.output import as_dict, print_table
-from loraplex.registry.v1 import registry_pb2, resources_pb2
+from loraplex.registry.v1 import registry_pb2, registry_pb2_grpc, resources_pb2
+from tests.registry_service.conftest import TINY
 
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -115,6 +117,36 @@ def test_show_and_alias(cli, register):
     assert re.search(r"^own text +tokenizer_config.json$", ran.out, re.M)
     assert re.search(r"^ends at +the base model's end of sequence and its own eos_token$", ran.out, re.M)
     assert json.loads(cli("adapter", "show", "shown", "--json").out)["resolved"]["version"]["size_bytes"] > 0
+
+
+def test_what_keeps_replicas_from_being_ready_stands_before_the_residency(cli, servers):
+    """One serves another base model of this id, two others nothing yet."""
+    other = registry_pb2.ResidentState(
+        digest="sha256:" + "1" * 64, level=registry_pb2.ResidentState.LEVEL_FAILED, reason="BASE_MODEL_CONFLICT"
+    )
+    with grpc.insecure_channel(servers.registry) as channel:
+        stub = registry_pb2_grpc.AdapterRegistryServiceStub(channel)
+        stub.RegisterBaseModel(registry_pb2.RegisterBaseModelRequest(id="tiny-loud", config_json=json.dumps(TINY)))
+        source = "file://main/one"
+        assert cli("adapter", "register", "kept", "--base-model", "tiny-loud", "--source", source).status == 0
+        for name, held in (("one", [other]), ("two", []), ("three", [])):
+            stub.ReportReplicaState(
+                registry_pb2.ReportReplicaStateRequest(
+                    replica=name, base_model="tiny-loud", observed_revision=1 << 40, full=True, resident=held
+                )
+            )
+    lines = cli("adapter", "show", "kept").out.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("ready replicas"))
+    shown = [re.sub(" {2,}", "  ", line) for line in lines[at : at + 4]]
+    assert shown == [
+        "ready replicas  0/3",
+        "not ready  BASE_MODEL_CONFLICT: its base model is not the one that is registered under this id, so it serves "
+        "no adapter; start it with the registered weights, or under another id (--model-name) (one)",
+        "  ON_DEMAND: version 1 is loaded on its first request (three, two)",
+        "residency  ON_DEMAND",
+    ]
+    (listed,) = (line for line in cli("adapter", "list").out.splitlines() if line.startswith("kept "))
+    assert "  0/3 BASE_MODEL_CONFLICT, ON_DEMAND  " in listed
 
 
 def test_warnings_of_the_registration_are_shown_again(cli, register):

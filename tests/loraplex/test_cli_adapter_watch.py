@@ -10,6 +10,7 @@ from contextlib import aclosing
 
 import pytest
 
+from examples.stack import free_address
 from loraplex.client import Client
 from loraplex.registry.v1 import registry_pb2
 from registry_service.config import RegistryConfig
@@ -66,9 +67,8 @@ def test_it_prints_as_changes_happen_and_ends_with_control_c(servers, register):
 
 
 async def test_the_client_continues_where_a_watch_broke_off(tmp_path):
-    config = RegistryConfig(listen="127.0.0.1:0", database=f"sqlite:///{tmp_path}/r.db")
+    config = RegistryConfig(listen=free_address(), database=f"sqlite:///{tmp_path}/r.db")
     server = await start(config)
-    config = RegistryConfig(listen=f"127.0.0.1:{server.port}", database=config.database)
     names = [f"a{i}" for i in range(6)]
     async with Client(registry=config.listen) as client:
         model = json.dumps({"architectures": ["LlamaForCausalLM"], **_SIZES})

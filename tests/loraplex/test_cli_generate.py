@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from loraplex.cli.bench import _for_people
+from loraplex.cli.main import _explain
+from shared.errors import BaseModelConflict
 
 
 def test_one_answer_ends_with_a_newline(cli, servers):
@@ -49,6 +51,15 @@ def test_json_events_have_all_keys(cli):
 
 def test_a_refusal_is_one_line(cli):
     assert cli("generate", "wrong") == (1, "", "INVALID_ARGUMENT: text: is wrong\n")
+
+
+@pytest.mark.parametrize("kind", ["fingerprint", "weights_fingerprint"])
+def test_a_conflict_shows_the_fingerprints_that_differ_and_no_others(kind):
+    served = {"served_fingerprint": "sha256:config", "served_weights_fingerprint": "sha256:weights"}
+    message = f"registered with {kind} sha256:theirs, not {served[f'served_{kind}']}"
+    error = BaseModelConflict(message, metadata={"base_model": "baseModels/tiny", kind: "sha256:theirs", **served})
+    facts = ["base_model: baseModels/tiny", f"{kind}: sha256:theirs", f"served_{kind}: {served[f'served_{kind}']}"]
+    assert _explain(error).splitlines() == [error.summary, *(f"  {fact}" for fact in sorted(facts))]
 
 
 def test_a_deadline_says_the_timeout_and_keeps_the_text(cli):

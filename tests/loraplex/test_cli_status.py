@@ -22,6 +22,7 @@ from loraplex.cli.status_screen import on_screen
 from loraplex.cli.status_view import Replica, Snapshot, bar, sections
 from loraplex.inference.v1 import control_pb2 as pb
 from loraplex.inference.v1 import inference_pb2
+from shared.errors import Unauthenticated
 
 PIRATE = "namespaces/default/adapters/pirate/versions/3"
 LOADING = pb.LoadInFlight(
@@ -78,6 +79,16 @@ def test_a_pin_of_a_replica_that_does_not_say_by_whom():
     assert shown.rows[0][shown.columns.index("PINNED")] == "yes"
 
 
+def test_adapters_of_one_content_are_one_line_with_all_names():
+    versions = [
+        f"namespaces/{name}/versions/1" for name in ("default/adapters/f", "default/adapters/h", "team/adapters/g")
+    ]
+    held = pb.LoadedAdapter(adapter_version=versions[0], level=3, other_versions=versions[1:])
+    model = inference_pb2.GetModelInfoResponse(base_model="baseModels/tiny")
+    shown = sections(Snapshot("", "SERVING", (Replica("", "SERVING", model, None, (held,)),)))[-1]
+    assert shown.rows[0][0] == "f@1, h@1, team/g@1"
+
+
 def test_status_json_has_numbers(cli):
     found = json.loads(cli("status", "--json").out)
     assert found["registry"]["health"] == "SERVING"
@@ -98,6 +109,21 @@ def test_status_of_what_does_not_serve(cli, servers):
     assert ran.out.splitlines()[-1].split()[-1] == "OTHER_SERVICE"
 
 
+def test_who_gave_no_token_where_one_is_wanted_is_told_how(cli, servers, monkeypatch):
+    monkeypatch.setattr(servers.fake, "refusal", Unauthenticated("the call has no bearer token"))
+    ran = cli("status", "--once")
+    assert ran.status == 1
+    assert ran.out.splitlines()[2].split() == ["inference", servers.inference, "UNAUTHENTICATED"]
+    refused = f"{servers.inference}: UNAUTHENTICATED: the call has no bearer token"
+    assert ran.out.splitlines()[-1].startswith(f"{refused}; give a token before the command, --token-file FILE")
+    assert cli("--token", "x", "status", "--once").out.splitlines()[-1] == refused
+    found = json.loads(cli("--token", "x", "status", "--json").out)
+    assert found["replicas"][0]["problem"] == "UNAUTHENTICATED: the call has no bearer token"
+    ran = cli("adapter", "load", "a")
+    assert ran.err.splitlines()[-1].startswith("  give a token before the command, --token-file FILE")
+    assert cli("--token", "x", "adapter", "load", "a").err == "UNAUTHENTICATED: the call has no bearer token\n"
+
+
 def test_status_tells_of_tiers_loads_and_what_waits(cli, servers):
     servers.fake.status = STATUS
     ran = cli("status", "--once")
@@ -112,7 +138,8 @@ def test_status_tells_of_tiers_loads_and_what_waits(cli, servers):
     assert "KV cache: 100/400 blocks of 16 tokens, 25% of prompt tokens found cached" in lines
     assert "requests by adapter tier: gpu 90%, host 9%, source 1%; 0 needless reloads" in lines
     assert "memory: weights 16.00 GB, kv cache 90.00 GB of 140.00 GB" in lines
-    assert "failed so far: 1 ADAPTER_INVALID, 2 SOURCE_UNAVAILABLE" in lines
+    failed = "loads that failed so far, each attempt and repeated ones of residency counted: "
+    assert f"{failed}1 ADAPTER_INVALID, 2 SOURCE_UNAVAILABLE" in lines
     assert ["fetch", "2", "1.2", "s", "2.0", "s"] in words
     assert ["copy", "10", "2", "ms", "4", "ms"] in words
     loading = next(line for line in words if "COPYING" in line)

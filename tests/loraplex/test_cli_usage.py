@@ -30,6 +30,13 @@ WRONG = [
     ),
     (["generate", "hi", "--server", "http://localhost:50052"], "leave http:// out; with a CA"),
     (["status", "--registry", "https://localhost:50051"], "leave https:// out; with a CA"),
+    (["--token-file", "/no/such", "status"], "--token-file: /no/such cannot be read: No such file"),
+    (["--token-file", "/no/such", "adapter", "list"], "--token-file: /no/such cannot be read: No such file"),
+    (["--token-file", "/no/such", "generate", "hi"], "--token-file: /no/such cannot be read: No such file"),
+    (["--token", "two words", "adapter", "list"], "--token: must hold one token"),
+    (["--token", "a", "--token-file", "b", "replicas"], "--token-file: cannot be given together with token"),
+    (["--ca", "/no/such", "bench"], "--ca: "),
+    (["--ca", "system", "--cert", "/no/such", "adapter", "list"], "--key: is required with cert"),
     (["generate", "hi", "--server", "localhost:0"], "is not HOST:PORT"),
     (["generate", "hi", "--server", "localhost:65536"], "is not HOST:PORT"),
     (["status", "--registry", ":50051"], "'--registry'"),
@@ -105,6 +112,14 @@ def test_alone_it_prints_help():
         assert ran == run_cli(*arguments, "--help")
         assert ran.status == 0
         assert "Commands:" in ran.out
+
+
+@pytest.mark.parametrize("group", [[], ["adapter"], ["base-model"]])
+def test_no_command_is_summed_up_in_half_a_sentence(group, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = run_cli(*group, "--help").out.partition("Commands:\n")[2].splitlines()
+    assert len(commands) > 1
+    assert not [line for line in commands if not line.endswith(".") or line.endswith("...")]
 
 
 def test_help_promises_only_what_is_built():

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save
 
 from loraplex.registry.v1 import registry_pb2, registry_pb2_grpc, resources_pb2
-from registry_service import migrations
+from registry_service import migrations, service, watch
 from registry_service.config import RegistryConfig
 from registry_service.models import Table
 from registry_service.server import start
@@ -141,6 +141,13 @@ def folders(tmp_path):
 
 
 # ---- the service and its caller
+
+
+@pytest.fixture(autouse=True)
+def _a_revision_is_waited_for(monkeypatch):
+    """However busy this machine is: the log's reader runs in this process as well."""
+    monkeypatch.setattr(service, "MIN_REVISION_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(watch, "CATCH_UP_SECONDS", 60.0)
 
 
 def bare(adapter):

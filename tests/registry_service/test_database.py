@@ -151,6 +151,7 @@ async def test_a_sqlite_file_that_goes_away(tmp_path, connect):
     server = await start(RegistryConfig(listen="127.0.0.1:0", database=f"sqlite:///{folder}/r.db"))
     registry = connect(server.port)
     await registry("ListBaseModels")
+    await server.log.close()  # else it opens connections while they are closed, and nobody closes those
     await server.database.close()
     folder.rename(tmp_path / "moved")
     await registry.refused(RegistryUnavailable, "ListBaseModels")

@@ -129,6 +129,7 @@ async def test_base_model_rules(registry, folders, tiny):
     uri = folders.write()
     error = await failure(registry.register(uri=uri, base_model="other"), BaseModelUnknown)
     assert error.metadata["base_model"] == "other"
+    assert "RegisterBaseModel (loraplex base-model register)" in error.message
     error = await failure(registry.register(uri=uri, base_model=""), InvalidArgument)
     assert error.violations[0].field == "base_model"
     await failure(registry("GetAdapter", name="a"), AdapterNotFound)

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from registry_service.__main__ import main
 from registry_service.config import RegistryConfig
 from registry_service.database import driver_url
 from registry_service.server import SERVICE, start
+from shared.config import ConfigError, load, options
 from tests.e2e import raw_http2 as http2
 
 LORAPLEX = "from loraplex.cli.main import main; main()"
@@ -173,7 +175,7 @@ def test_what_is_wrong_is_said_as_it_was_typed(arguments, said, capfd):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "registry migrate"),
+        ([], "registry migrate, loraplex registry export, loraplex registry restore, loraplex registry new"),
         (["serve"], "--listen"),
         (["migrate"], "schema"),
         (["new-epoch"], "backup"),
@@ -224,7 +226,6 @@ def test_a_newer_database_is_refused_by_every_command_in_one_line(empty_database
     migrations.upgrade(empty_database_url)
     at(empty_database_url, "0007")
     capfd.readouterr()
-    # The last one sets up a log, which would tell of migrations.
     for command in (["migrate"], ["export"], ["restore"], ["new-epoch"], ["serve", "--listen", "127.0.0.1:0"]):
         assert main([*command, "--database", empty_database_url]) == 1, command
         (line,) = capfd.readouterr().err.splitlines()
@@ -234,6 +235,25 @@ def test_a_newer_database_is_refused_by_every_command_in_one_line(empty_database
             "(`loraplex registry restore` of this version, into an empty database)"
         ), command
         assert at(empty_database_url) == "0007", command
+
+
+def test_a_process_tells_of_its_schema_only_what_it_has_changed(tmp_path):
+    url = f"sqlite:///{tmp_path}/r.db"
+    process = run("serve", "--listen", "127.0.0.1:0", "--database", url)
+    records = []
+    for line in process.stderr:
+        records.append(json.loads(line))
+        if records[-1]["message"] == "the registry is ready":
+            break
+    process.terminate()
+    process.communicate(timeout=60)
+    assert not [record for record in records if "alembic" in record["logger"]]
+    (told,) = (record for record in records if "from_revision" in record)
+    assert (told["from_revision"], told["to_revision"]) == (None, migrations.head())
+    at(url, "9999")
+    _, err = run("serve", "--listen", "127.0.0.1:0", "--database", url).communicate(timeout=60)
+    (line,) = err.splitlines()
+    assert line.startswith("error: the database is newer than this registry: it is at revision 9999")
 
 
 def at(url, revision=None):
@@ -273,8 +293,9 @@ def test_migrate(make_postgres):
     process = run("--listen", "127.0.0.1:0", "--database", url)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert err.splitlines()[-1].startswith("error: the database is without tables")
-    assert "loraplex registry migrate" in err
+    (line,) = err.splitlines()
+    assert line.startswith("error: the database is without tables")
+    assert "loraplex registry migrate" in line
     process = run("migrate", "--database", url)
     process.communicate(timeout=60)
     assert process.returncode == 0
@@ -299,3 +320,67 @@ async def test_a_taken_port(tmp_path):
     assert process.returncode == 2
     (line,) = (line for line in err.splitlines() if not line.startswith("{"))
     assert line == f"error: --listen: cannot listen on 127.0.0.1:{server.port}: address already in use"
+
+
+@pytest.mark.parametrize("setting", ["listen", "health_listen", "metrics_listen"])
+def test_a_taken_port_is_told_before_there_is_a_database(tmp_path, setting, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        flag = f"--{setting.replace('_', '-')}"
+        flags = ["--listen=127.0.0.1:0", f"--database=sqlite:///{tmp_path}/r.db", f"{flag}={address}"]
+        assert main(flags) == 2
+    assert capfd.readouterr().err == f"error: {flag}: cannot listen on {address}: address already in use\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_port_for_two_is_told_before_there_is_a_database(tmp_path, capfd):
+    address = free_address()
+    flags = [f"--listen={address}", f"--database=sqlite:///{tmp_path}/r.db", f"--metrics-listen={address}"]
+    assert main(flags) == 2
+    assert capfd.readouterr().err == f"error: --metrics-listen: cannot listen on {address}: listen has that port\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_serves_a_sqlite_file(tmp_path):
+    """However the one before has ended; commands may look at it and change it meanwhile."""
+    link, flags = tmp_path / "link.db", ["--listen=127.0.0.1:0", f"--database=sqlite:///{tmp_path}/r.db"]
+    link.symlink_to(tmp_path / "r.db")
+    first = run(*flags)
+    until_ready(first)
+    for name in ("r.db", "link.db"):
+        second = run(flags[0], f"--database=sqlite:///{tmp_path}/{name}")
+        _, err = second.communicate(timeout=60)
+        told = f"another registry serves {tmp_path}/{name}; only Postgres can be shared by several"
+        assert (second.returncode, err) == (2, f"error: --database: {told}\n")
+    for command in ("migrate", "export", "new-epoch"):
+        process = run(command, flags[1])
+        process.communicate(timeout=60)
+        assert process.returncode == 0, command
+    first.kill()
+    first.communicate(timeout=60)
+    third = run(*flags)
+    until_ready(third)
+    third.terminate()
+    third.communicate(timeout=60)
+    assert third.returncode == 0
+
+
+def test_every_number_has_both_ends():
+    for option in options(RegistryConfig):
+        if option.kind in (int, float) and not option.is_table:
+            for number in (-(1 << 70), 1 << 70):
+                with pytest.raises(ConfigError, match=rf"{option.flag} \(flag\): expected .*\d.*, is "):
+                    load(RegistryConfig, toml=None, env={}, prefix="", flags={option.name: str(number)})
+
+
+def test_metrics_have_no_socket_file(tmp_path, capfd):
+    assert main(["--metrics-listen=unix:/any", f"--database=sqlite:///{tmp_path}/r.db"]) == 2
+    assert capfd.readouterr().err == "error: --metrics-listen (flag): expected HOST:PORT, is 'unix:/any'\n"
+
+
+def test_wrong_settings_of_a_namespace_are_told_before_there_is_a_database(tmp_path, capfd):
+    (tmp_path / "r.toml").write_text('[namespaces."a b"]\nmax_adapters = 1\n')
+    flags = ["--listen=127.0.0.1:0", f"--database=sqlite:///{tmp_path}/r.db", f"--config={tmp_path}/r.toml"]
+    assert main(flags) == 2
+    assert capfd.readouterr().err.startswith("error: --namespaces: 'a b' is not an id: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["r.toml"]

@@ -12,12 +12,12 @@ from registry_service.server import start
 from shared.errors import BaseModelUnknown, InvalidArgument
 
 DISK, HOST, GPU, FAILED = 1, 2, 3, 4
-LEASE = 2.0
+LEASE, SHORT_LEASE = 600.0, 2.0
 
 
 @pytest.fixture
-def config(config):
-    return replace(config, replica_lease_seconds=LEASE)
+def config(config, request):
+    return replace(config, replica_lease_seconds=getattr(request, "param", LEASE))
 
 
 @pytest.fixture
@@ -99,6 +99,21 @@ async def test_what_an_adapter_says_of_its_replicas(registry, folders, version):
     assert (reasons["new"], reasons["late"]) == ("ON_DEMAND", "NOT_OBSERVED")
 
 
+async def test_a_replica_in_conflict_says_so_of_every_adapter(registry, folders, version):
+    """It reports what it holds and its own base model as failed, and has no word about what is loaded on demand."""
+    await registry.register(adapter_id="b", uri=folders.write("b", seed=1))
+    for state in ((other("1"), FAILED, "BASE_MODEL_CONFLICT"), (version.digest, FAILED, "BASE_MODEL_CONFLICT")):
+        await report(registry, "r1", state)
+        await report(registry, "good", (other("1"), FAILED, "SOURCE_UNAVAILABLE"))
+        for name in ("a", "b"):
+            by_replica = {each.replica: each for each in (await serving(registry, name)).not_ready}
+            assert by_replica["r1"].reason == "BASE_MODEL_CONFLICT"
+            assert "start it with the registered weights" in by_replica["r1"].message
+            assert by_replica["good"].reason == "ON_DEMAND"
+    await report(registry, "r1", (version.digest, GPU, ""))
+    assert (await serving(registry)).ready_replicas == 1
+
+
 async def test_replicas_of_another_base_model_do_not_count(registry, version, tiny):
     await registry("RegisterBaseModel", id="other", config_json=json.dumps({**tiny, "vocab_size": 65}))
     await report(registry, "r1", (version.digest, GPU, ""), base_model="baseModels/other")
@@ -108,13 +123,16 @@ async def test_replicas_of_another_base_model_do_not_count(registry, version, ti
     assert (await report(registry, "r1", full=False)).needs_full  # it changed its base model
 
 
+@pytest.mark.parametrize("config", [SHORT_LEASE], indirect=True)
 async def test_a_replica_that_is_silent_is_gone_after_its_lease(registry, version):
-    await report(registry, "dead", (version.digest, GPU, ""))
-    await report(registry, "alive", (version.digest, GPU, ""))
+    alive = (version.digest, GPU, "")
+    await report(registry, "dead", alive)
     for _ in range(4):
-        await asyncio.sleep(LEASE / 3)
-        await report(registry, "alive", full=False)
+        await report(registry, "alive", alive)  # in full: where the machine is busy, its lease may be over as well
+        await asyncio.sleep(SHORT_LEASE / 3)
+    await report(registry, "alive", alive)
     assert [replica.name for replica in (await registry("ListReplicas")).replicas] == ["alive"]
+    await report(registry, "alive", alive)
     found = await serving(registry)
     assert (found.ready_replicas, found.target_replicas) == (1, 1)
 

@@ -8,7 +8,7 @@ import uuid
 import pytest
 from sqlalchemy import text
 
-from registry_service import change_log
+from registry_service import adapter_cache, change_log, service
 from registry_service.server import start
 from shared.errors import AdapterNotFound, RegistryUnavailable
 from tests.registry_service.watching import add_adapters, count_queries
@@ -23,6 +23,13 @@ async def settled(running, registry):
 def config(config):
     """The log is looked at when something is written here, and hardly ever besides."""
     return dataclasses.replace(config, poll_seconds=3600.0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_outdated_by_time(monkeypatch):
+    """However busy this machine is, what was read is the present and what is absent is remembered."""
+    monkeypatch.setattr(change_log, "MAX_LAG_SECONDS", 3600.0)
+    monkeypatch.setattr(adapter_cache, "ABSENT_SECONDS", 3600.0)
 
 
 @pytest.fixture
@@ -102,7 +109,7 @@ async def test_a_log_that_cannot_be_followed_answers_nothing(filled, running, mo
     assert statements
 
 
-async def test_a_restored_database_is_noticed(filled, running):
+async def test_a_restored_database_is_noticed(filled, running, monkeypatch):
     await filled.resolve("a")
 
     async def restore(session):
@@ -119,6 +126,7 @@ async def test_a_restored_database_is_noticed(filled, running):
                 await asyncio.sleep(0.02)
             except AdapterNotFound:
                 break
+    monkeypatch.setattr(service, "MIN_REVISION_WAIT_SECONDS", 0.1)
     with pytest.raises(RegistryUnavailable):
         await filled.resolve("b", min_revision=5)
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from sqlalchemy import select
 
+from registry_service import service
 from registry_service.models import Change
 from shared.errors import (
     AdapterDeleted,
@@ -76,13 +77,14 @@ async def test_the_base_model_must_fit(registry, two_versions):
     assert error.metadata == {"base_model": "tiny", "requested": "other"}
 
 
-async def test_min_revision_waits(registry, folders, two_versions):
+async def test_min_revision_waits(registry, folders, two_versions, monkeypatch):
     now = await registry.revision()
     waiting = asyncio.ensure_future(registry.resolve("a", min_revision=now + 1))
     await asyncio.sleep(0.1)
     assert not waiting.done()
     third = await registry.register(uri=folders.write("v3", seed=3))
     assert (await waiting).version == third.version
+    monkeypatch.setattr(service, "MIN_REVISION_WAIT_SECONDS", 0.1)
     error = await registry.refused(RegistryUnavailable, "ResolveAdapter", reference="a", min_revision=1 << 62)
     assert error.retry_after
     await registry.refused(InvalidArgument, "ResolveAdapter", reference="a", min_revision=-1)

@@ -102,6 +102,15 @@ def test_a_text_file_that_can_never_work_is_refused(folders, name, content):
     assert caught.value.metadata == {"file": name}
 
 
+@pytest.mark.parametrize("name", sorted(MAX_BYTES))
+def test_a_folder_in_place_of_a_text_file_is_refused(folders, name):
+    uri = folders.write()
+    (folders.root / "a" / name).mkdir()
+    with pytest.raises(AdapterInvalid, match="is a folder, not a file; put the file itself in its place") as caught:
+        run(folders, uri)
+    assert caught.value.metadata == {"file": name}
+
+
 def test_doubts_about_a_text_are_warnings(folders):
     uri = folders.write()
     (folders.root / "a" / "chat_template.jinja").write_text("You are a pirate.")

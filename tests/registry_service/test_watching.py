@@ -290,14 +290,16 @@ async def test_a_backup_without_the_last_changes(registry, running, watch):
 
 
 @pytest.fixture(params=["polling", "listening"])
-async def pair(request, migrated_postgres, config, connect, tiny):
+async def pair(request, migrated_postgres, config, connect, tiny, caplog):
     """Callers of two registries on one Postgres."""
     if not config.database.startswith("postgresql"):
         pytest.skip("one process owns a SQLite file")
     listening = {"listen_url": migrated_postgres, "poll_seconds": 60.0} if request.param == "listening" else {}
-    servers = [await start(dataclasses.replace(config, **listening)) for _ in range(2)]
-    if listening:
-        await asyncio.sleep(0.3)  # a hint before LISTEN is lost, which then costs a poll
+    with caplog.at_level("INFO", "registry_service.listener"):
+        servers = [await start(dataclasses.replace(config, **listening)) for _ in range(2)]
+        async with asyncio.timeout(60):  # a hint before LISTEN is lost, which then costs a poll
+            while listening and caplog.messages.count("listening for changes") < 2:  # noqa: ASYNC110 - it is told there
+                await asyncio.sleep(0.01)
     callers = [connect(server.port) for server in servers]
     await callers[0]("RegisterBaseModel", id="tiny", config_json=json.dumps(tiny))
     yield callers

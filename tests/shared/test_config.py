@@ -171,3 +171,14 @@ def test_addresses(text):
 @pytest.mark.parametrize("text", ["", "nowhere", ":1", "host:", "host:x", "host:-1", "host:65536"])
 def test_what_is_no_address(text):
     assert is_address(text) == "HOST:PORT"
+
+
+@pytest.mark.parametrize("number", ["inf", "-inf", "nan", "1e400", "1" + "0" * 400])
+def test_a_number_is_finite_wherever_it_is_given(tmp_path, number):
+    for given in (
+        {"toml": f"grace = {number}\n"},
+        {"env": {"LORAPLEX_TEST_GRACE": number}},
+        {"flags": {"grace": number}},
+    ):
+        with pytest.raises(ConfigError, match="expected a number, is "):
+            read(tmp_path, **given)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from shared.errors import BY_REASON, ErrorRecord, from_record
+from shared.errors import BY_REASON, ErrorRecord, SourceForbidden, from_record
 from shared.status import to_grpc_status
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
@@ -56,3 +56,9 @@ def test_the_page_of_errors_says_the_same() -> None:
     for words, reasons in (("Always with it", ALWAYS), ("With it if waiting may help", SOMETIMES)):
         (line,) = re.findall(rf"^ *\* {words}: (.+)\.$", text, re.MULTILINE)
         assert sorted(line.split(", ")) == sorted(reasons)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\x0b", "\u2028"])
+def test_an_error_is_summed_up_in_one_line(end: str) -> None:
+    error = SourceForbidden(f"no access:{end}\t<html>{end}  <b>403</b>  {end}")
+    assert error.summary == "SOURCE_FORBIDDEN: no access: <html> <b>403</b>"

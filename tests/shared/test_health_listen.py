@@ -31,7 +31,7 @@ def settings(tmp_path):
 
 async def check(stub, service=""):
     request = health_pb2.HealthCheckRequest(service=service)
-    return (await stub.Check(request, timeout=5, wait_for_ready=True)).status
+    return (await stub.Check(request, timeout=30, wait_for_ready=True)).status
 
 
 async def test_probes_without_tls(settings):
@@ -41,7 +41,7 @@ async def test_probes_without_tls(settings):
         assert await check(stub) == SERVING
         assert await check(stub, SERVICE) == SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await AdapterRegistryServiceStub(channel).ListBaseModels(pb.ListBaseModelsRequest(), timeout=5)
+            await AdapterRegistryServiceStub(channel).ListBaseModels(pb.ListBaseModelsRequest(), timeout=30)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert (await watch.read()).status == SERVING
@@ -51,8 +51,8 @@ async def test_probes_without_tls(settings):
 
 
 async def test_a_taken_address_is_told_and_nothing_is_left(settings):
-    first = await start(RegistryConfig(**settings))
-    taken = f"localhost:{first.port}"
+    taken = free_address().replace("127.0.0.1", "localhost")  # nobody else takes it between two starts
+    first = await start(RegistryConfig(**settings | {"listen": taken}))
     with pytest.raises(InvalidArgument, match="health_listen"):
         await start(RegistryConfig(**settings | {"health_listen": taken}))
     await first.stop()

@@ -150,7 +150,8 @@ async def test_a_connection_that_says_nothing_is_closed(limit, said):
             while await asyncio.get_running_loop().sock_recv(connection.socket, 1 << 16):
                 pass
         connection.close()
-        await served.stub().GetModelInfo(INFO, timeout=SECONDS)
+        # Where the machine is busy a good connection may be too slow as well, and is made again.
+        await served.stub().GetModelInfo(INFO, timeout=SECONDS, wait_for_ready=True)
 
 
 async def test_a_connection_of_some_age_is_replaced_under_streams():

@@ -4,9 +4,10 @@ import socket
 
 import pytest
 
+from examples.stack import free_address
 from shared.errors import InvalidArgument
 from shared.grpc_server import create_server
-from shared.listening import check_listen
+from shared.listening import check_listen, check_ports
 
 
 @pytest.fixture
@@ -23,11 +24,9 @@ def test_free_addresses():
 
 
 def test_a_probe_leaves_the_port_free():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    address = free_address()
     for _ in range(3):
-        check_listen(f"127.0.0.1:{port}")
+        check_listen(address)
 
 
 @pytest.mark.parametrize("reuse_port", [False, True])
@@ -63,3 +62,32 @@ async def test_grpc_writes_nothing_about_a_taken_port(taken, capfd):
     with pytest.raises(InvalidArgument, match="address already in use"):
         await create_server(f"127.0.0.1:{taken}", lambda server: None, [])
     assert capfd.readouterr().err == ""
+
+
+def test_all_ports_of_a_service(taken):
+    check_ports({"listen": "127.0.0.1:0", "health_listen": "127.0.0.1:0", "metrics_listen": ""})
+    with pytest.raises(InvalidArgument) as caught:
+        check_ports({"listen": "127.0.0.1:0", "health_listen": "", "metrics_listen": f"127.0.0.1:{taken}"})
+    assert caught.value.message == f"metrics_listen: cannot listen on 127.0.0.1:{taken}: address already in use"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_one"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("0.0.0.0", "127.0.0.1", True),
+        ("127.0.0.1", "0.0.0.0", True),
+        ("127.0.0.1", "localhost", True),
+        ("127.0.0.1", "127.0.0.2", False),
+    ],
+)
+@pytest.mark.parametrize("sharing", [(), ("listen", "health_listen")])
+def test_two_settings_cannot_have_one_port(one, other, is_one, sharing):
+    port = free_address().rpartition(":")[2]
+    listens = {"listen": f"{one}:{port}", "health_listen": f"{other}:{port}"}
+    if not is_one:
+        return check_ports(listens, sharing)
+    with pytest.raises(InvalidArgument) as caught:
+        check_ports(listens, sharing)
+    assert caught.value.message == f"health_listen: cannot listen on {other}:{port}: listen has that port"
+    return None

@@ -73,6 +73,7 @@ class LoadedAdapter(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     ACTIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     PINNED_BY_FIELD_NUMBER: _builtins.int
+    OTHER_VERSIONS_FIELD_NUMBER: _builtins.int
     adapter_version: _builtins.str
     """Resource name of the version."""
     digest: _builtins.str
@@ -86,6 +87,12 @@ class LoadedAdapter(_message.Message):
     def pinned_by(self) -> _containers.RepeatedScalarFieldContainer[Global___LoadedAdapter.PinOwner.ValueType]:
         """Who has pinned it; empty if nobody."""
 
+    @_builtins.property
+    def other_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of ListLoadedAdapters: further versions with the same content that the caller may see, as far as this replica knows of
+        them; at most 8.
+        """
+
     def __init__(
         self,
         *,
@@ -97,10 +104,11 @@ class LoadedAdapter(_message.Message):
         size_bytes: _builtins.int = ...,
         active_requests: _builtins.int = ...,
         pinned_by: _abc.Iterable[Global___LoadedAdapter.PinOwner.ValueType] | None = ...,
+        other_versions: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "adapter_version", b"adapter_version", "digest", b"digest", "level", b"level", "pinned", b"pinned", "pinned_by", b"pinned_by", "rank", b"rank", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "adapter_version", b"adapter_version", "digest", b"digest", "level", b"level", "other_versions", b"other_versions", "pinned", b"pinned", "pinned_by", b"pinned_by", "rank", b"rank", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -415,7 +423,7 @@ class PhaseSeconds(_message.Message):
     count: _builtins.int
     sum_seconds: _builtins.float
     median_seconds: _builtins.float
-    """Estimated from a histogram."""
+    """Estimated from a histogram; never above the longest of them."""
     p99_seconds: _builtins.float
     def __init__(
         self,
@@ -582,7 +590,9 @@ class EngineStatus(_message.Message):
 
     @_builtins.property
     def load_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """By the reason of the error."""
+        """Attempts at loads to the device that failed, by the reason of the error. What a residency wants is tried again and
+        again, so they may be many where no request has failed.
+        """
 
     def __init__(
         self,
@@ -712,7 +722,7 @@ class AdapterStatus(_message.Message):
 
     @_builtins.property
     def failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """By the reason of the error."""
+        """Attempts at resolutions and loads that failed, by the reason of the error, as EngineStatus.load_failures."""
 
     def __init__(
         self,

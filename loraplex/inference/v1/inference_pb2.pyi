@@ -166,7 +166,7 @@ class BlendPart(_message.Message):
     reference: _builtins.str
     """As `GenerateRequest.adapter`. Only LoRA can be blended, with biases on B (lora_bias) or without."""
     weight: _builtins.float
-    """Any number but 0."""
+    """Any number from -1000 to 1000 but 0."""
     def __init__(
         self,
         *,

@@ -13,7 +13,7 @@ from inference_service.types import GenerateSpec, PreparedAdapter, SequenceDelta
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from shared.errors import AdapterInvalid, InvalidArgument
-from tests.inference_service.adapter_text.bases import ENDLESS, SHOUT, entries, with_added, write_base
+from tests.inference_service.adapter_text.bases import ENDLESS, SHOUT, changed, entries, with_added, write_base
 from tests.inference_service.serving_fakes import EOS, FakeAdapters, FakeEngine, saying, serving
 from tests.inference_service.test_generate import failure, finished, generate, request, text_of
 
@@ -131,6 +131,39 @@ async def test_a_hostile_template_fails_its_own_requests_only(tmp_path: Path) ->
         assert error.metadata["file"] == "chat_template.jinja"
         assert num_rounds > 3  # of three requests each, in what time the hostile template has
         assert text_of(await generate(channel, request(adapter="hostile"))) == "ok"  # text needs no template
+
+
+async def test_what_only_chats_need_fails_only_chats_and_every_fault_names_the_adapter(tmp_path: Path) -> None:
+    wrong = {"type": "RobertaProcessing", "sep": ["<end>", 999], "cls": ["<bos>", 257]}
+    ends = changed(TOKENS, post_processor={**wrong, "trim_offsets": True, "add_prefix_space": False})
+    fakes = adapters_with(
+        dear={"tokenizer.json": TOKENS, "chat_template.jinja": b"{{ 9 ** (9 ** 9) }}"},
+        ends={"tokenizer.json": ends},
+        other={"tokenizer.json": TOKENS, "tokenizer_config.json": b'{"eos_token": "<new>"}'},
+    )
+    ids, engine = pb.TokenIds(ids=[97, 258]), FakeEngine(saying("ok"))
+    async with serving(engine, fakes, write_base(tmp_path / "base")) as (_, channel):
+        stub = InferenceServiceStub(channel)
+        for _ in range(2):
+            chat = await failure(channel, request(adapter="dear", chat=CHAT))
+            assert text_of(await generate(channel, request(adapter="dear", text="a<tool>"))) == "ok"
+            assert text_of(await generate(channel, request(adapter="dear", token_ids=ids))) == "ok"
+        text = await failure(channel, request(adapter="ends", text="a"))
+        assert text_of(await generate(channel, request(adapter="ends", token_ids=ids))) == "ok"
+        both = await failure(channel, request(adapter="other", token_ids=ids))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"ends: tokenizer\.json: its post_processor adds the id 999"):
+            await stub.Tokenize(pb.TokenizeRequest(adapter="ends", text="a"))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"other: tokenizer_config\.json: eos_token"):
+            await stub.Detokenize(pb.DetokenizeRequest(adapter="other", token_ids=[97]))
+    for error, name, file, said in (
+        (chat, "dear", "chat_template.jinja", "takes too much time or memory to be rendered"),
+        (text, "ends", "tokenizer.json", "its post_processor adds the id 999"),
+        (both, "other", "tokenizer_config.json", 'eos_token "<new>" is not among the added tokens'),
+    ):
+        assert isinstance(error, AdapterInvalid)
+        assert error.message.startswith(f"{name}: {file}: {said}")
+        version = f"namespaces/default/adapters/{name}/versions/1"
+        assert error.metadata == {"file": file, "digest": f"sha256:{name}", "adapter_version": version}
 
 
 async def test_messages_that_a_template_refuses_are_the_callers_fault(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from inference_service.adapter_text.loaded import BaseText, LoadedText
-from inference_service.adapter_text.messages import Continue, StreamState, StreamTokens
+from inference_service.adapter_text.messages import Compile, Continue, Request, StreamState, StreamTokens, cpu_seconds
 from inference_service.adapter_text.process import WorkerProcess
 from inference_service.served_model import ServedModel
 from inference_service.texts import AdapterTexts
@@ -87,7 +87,7 @@ END = with_added(AddedToken("<end>", special=True))  # 258
         ({"tokenizer_config.json": '{"eos_token": "<bos>"}'}, (257,)),  # of the base model's tokenizer
         ({"tokenizer.json": END, "tokenizer_config.json": '{"eos_token": "<eos>"}'}, ()),  # the base model's
         ({"tokenizer_config.json": '{"eos_token": "<end>"}'}, ()),  # unknown
-        ({"tokenizer.json": END, "tokenizer_config.json": '{"eos_token": "\\ud800"}'}, ()),
+        ({"tokenizer_config.json": '{"eos_token": "\\ud800"}'}, ()),
         ({"tokenizer.json": END, "tokenizer_config.json": '{"eos_token": null, "eos_token_id": 258}'}, ()),
         ({"tokenizer.json": END, "tokenizer_config.json": '{"eos_token": ["<end>"]}'}, ()),
         ({"tokenizer.json": END}, ()),
@@ -182,6 +182,7 @@ async def test_a_hostile_template_ends_its_worker_and_keeps_nobody_waiting(
             await asyncio.wait_for(call, 60)
         assert caught.value.metadata == {"file": "chat_template.jinja", "digest": "hostile"}
         assert word in caught.value.message
+        assert caught.value.message.endswith("; prompts of text or token ids need none")
     reads = adapters.num_reads
     with pytest.raises(AdapterInvalid):
         await hostile.template.prompt(MESSAGES, 1000)
@@ -203,10 +204,10 @@ async def test_a_tokenizer_whose_pattern_never_ends_is_ended(adapters: Adapters)
     ("files", "file", "problem"),
     [
         ({"tokenizer.json": b"{"}, "tokenizer.json", "is not a tokenizer"),
-        ({"chat_template.jinja": "{% if %}"}, "chat_template.jinja", "is not a template"),
         ({"chat_template.jinja": b"\xff"}, "chat_template.jinja", "cannot be read"),
         ({"tokenizer_config.json": "[]"}, "tokenizer_config.json", "must be a JSON object"),
         ({"chat_template.jinja": SHOUT, "special_tokens_map.json": "{"}, "special_tokens_map.json", "n: is not JSON"),
+        ({"tokenizer.json": END, "tokenizer_config.json": '{"pad_token": "<p>"}'}, "tokenizer_config.json", "pad_tok"),
         ({"tokenizer.json": with_added("<a>", "<b>", "<c>", "<d>")}, "tokenizer.json", 'the model has 260 token ids'),
     ],
 )  # fmt: skip
@@ -219,6 +220,103 @@ async def test_files_that_cannot_be_used_are_named(
             await adapters.texts.of(adapter)
         assert caught.value.metadata["file"] == file
     assert adapters.num_reads == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "file"),
+    [
+        ({"chat_template.jinja": "{% if %}"}, "chat_template.jinja"),
+        ({"tokenizer_config.json": json.dumps({"chat_template": "{% if %}"})}, "tokenizer_config.json"),
+    ],
+)
+async def test_a_template_that_is_none_fails_chats_alone(
+    adapters: Adapters, files: dict[str, bytes | str], file: str
+) -> None:
+    text = await adapters.texts.of(adapters.add("a", {"tokenizer.json": with_added(TOOL), **files}))
+    assert text.template is not None
+    assert text.tokenizer is not None
+    for _ in range(2):  # the second time out of memory
+        with pytest.raises(AdapterInvalid, match="the chat template is not a template") as caught:
+            await text.template.prompt(MESSAGES, 1000)
+        assert caught.value.metadata == {"file": file, "digest": "a"}
+        assert await text.tokenizer.encode("<tool>") == [258]
+
+
+DEAR = {
+    "format": "{{ '%999999999d' | format(3) }}",
+    "product": "{{ 'a' * 999999999 }}",
+    "power": "{{ (9 ** (9 ** 9)) }}",
+    "set": "{% set x = 9 ** (9 ** 9) %}",
+    "argument": "{% for m in messages | batch(9 ** (9 ** 9)) %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize("name", DEAR)
+async def test_a_dear_constant_of_a_template_is_paid_by_chats_alone(adapters: Adapters, name: str, file: str) -> None:
+    template = DEAR[name] + SHOUT
+    content = template if file == "chat_template.jinja" else json.dumps({"chat_template": template})
+    text = await adapters.texts.of(adapters.add("dear", {"tokenizer.json": with_added(TOOL), file: content}))
+    assert text.template is not None
+    assert text.tokenizer is not None
+    assert await text.tokenizer.encode("<tool>") == [258]
+    for _ in range(2):  # the second time it is remembered
+        with pytest.raises(AdapterInvalid) as caught:
+            await asyncio.wait_for(text.template.prompt(MESSAGES, 1000), 100)
+        assert caught.value.metadata == {"file": file, "digest": "dear"}
+        said = f"{file}: takes too much time or memory to be rendered with these messages; register the adapter with a"
+        assert caught.value.message.startswith(said)
+        assert await text.tokenizer.encode("<tool>") == [258]
+
+
+async def test_a_template_that_takes_too_long_to_compile_is_told_so(
+    adapters: Adapters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(request: Request) -> float:
+        return 0.05 if isinstance(request, Compile) else cpu_seconds(request)
+
+    monkeypatch.setattr("inference_service.adapter_text.process.cpu_seconds", short)
+    template = "{% autoescape 9 ** (9 ** 9) %}{% endautoescape %}"  # the one constant that jinja2 computes nonetheless
+    files = {"tokenizer.json": with_added(TOOL), "chat_template.jinja": template}
+    text = await adapters.texts.of(adapters.add("dear", files))
+    assert text.template is not None
+    assert text.tokenizer is not None
+    with pytest.raises(AdapterInvalid, match=r"^chat_template\.jinja: takes too much time or memory to be compiled; "):
+        await text.template.prompt(MESSAGES, 1000)
+    assert await text.tokenizer.encode("<tool>") == [258]
+
+
+async def test_what_a_library_panics_over_names_its_file_and_says_what_to_do(adapters: Adapters) -> None:
+    pattern = {
+        "type": "Split",
+        "pattern": {"Regex": "(?:(a+)+)+c"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    data = changed(with_added(TOOL), pre_tokenizer={"type": "Sequence", "pretokenizers": [pattern]})
+    text = await adapters.texts.of(adapters.add("a", {"tokenizer.json": data}))
+    assert text.tokenizer is not None
+    with pytest.raises(AdapterInvalid) as caught:
+        await text.tokenizer.encode("a" * 400)
+    assert caught.value.metadata == {"file": "tokenizer.json", "digest": "a"}
+    assert caught.value.message.startswith("tokenizer.json: cannot make tokens of this text: ")
+    assert "Regex search error" in caught.value.message
+    assert "Panic" not in caught.value.message
+    assert "; send token ids, or register the adapter with its tokenizer" in caught.value.message
+
+
+async def test_an_id_that_only_the_post_processor_knows_is_the_tokenizers_fault(adapters: Adapters) -> None:
+    ends = {"type": "RobertaProcessing", "sep": ["<tool>", VOCAB + 5], "cls": ["<bos>", 257]}
+    data = changed(with_added(TOOL), post_processor={**ends, "trim_offsets": True, "add_prefix_space": False})
+    text = await adapters.texts.of(adapters.add("a", {"tokenizer.json": data}))
+    assert text.tokenizer is not None
+    said = (
+        f"tokenizer.json: its post_processor adds the id {VOCAB + 5}; with this adapter the model has {VOCAB} token ids"
+    )
+    with pytest.raises(AdapterInvalid, match=said) as caught:
+        await text.tokenizer.encode("a")
+    assert caught.value.metadata["file"] == "tokenizer.json"
+    assert await text.tokenizer.encode("a", add_special_tokens=False) == [97]
 
 
 async def test_an_adapter_may_add_as_many_tokens_as_its_model_has_ids(adapters: Adapters) -> None:

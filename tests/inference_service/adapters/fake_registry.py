@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from examples.stack import free_address
 from inference_service.adapters.resolution import ResolvedVersion
 from loraplex.registry.v1 import registry_pb2, registry_pb2_grpc
 from shared.errors import AdapterNotFound, LoraplexError, Unimplemented
@@ -30,7 +31,7 @@ class FakeRegistry(registry_pb2_grpc.AdapterRegistryServiceServicer):
         self.watch_requests: list[registry_pb2.WatchAdaptersRequest] = []
         self.num_watches = 0  # open ones
         self.to_watchers: asyncio.Queue[registry_pb2.WatchAdaptersResponse | Exception] = asyncio.Queue()
-        self.port = 0
+        self.port = int(free_address().rpartition(":")[2])
 
     def add(self, reference: str, *versions: ResolvedVersion, ttl: float = 60.0, **fields: Any) -> None:
         answer = registry_pb2.ResolveAdapterResponse(version=message_of(versions[0]), adapter_uid="u", **fields)
@@ -115,10 +116,10 @@ class FakeRegistry(registry_pb2_grpc.AdapterRegistryServiceServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, "not here")
 
     async def start(self) -> None:
-        """Listen, on the same port as before if there was one."""
+        """Listen, on the same port as before, which nobody else takes meanwhile."""
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[("grpc.so_reuseport", 0)])
         registry_pb2_grpc.add_AdapterRegistryServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
 
     async def stop(self) -> None:

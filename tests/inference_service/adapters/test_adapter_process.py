@@ -80,7 +80,7 @@ class _Engine:
     async def send(self, message: msgspec.Struct) -> None:
         await self.socket.send(encode(message))
 
-    async def receive(self, seconds: float = 20) -> AdapterResponse:
+    async def receive(self, seconds: float = 60) -> AdapterResponse:
         async with asyncio.timeout(seconds):
             return decode_adapter_response(await self.socket.recv())
 

@@ -77,11 +77,12 @@ def fetcher_of(store: Store, cache: DiskCache) -> Fetcher:
 
 def sent(store: Store) -> int:
     """Bytes that were sent, once the sending has ended."""
-    before = -1
-    while before != (now := store.sent()):
-        before = now
-        time.sleep(0.05)
-    return now
+    proxies = [store.proxy, getattr(store, "store", store.proxy)]
+    until = time.monotonic() + 60
+    while not all(proxy.is_idle for proxy in proxies):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    return store.sent()
 
 
 def nothing_is_left(cache: DiskCache) -> bool:

@@ -14,6 +14,7 @@ from inference_service.adapters.disk_cache import DiskCache
 from inference_service.adapters.fetcher import Fetcher
 from inference_service.adapters.loader import AdapterLoader
 from inference_service.adapters.resolution import ResolvedVersion
+from inference_service.adapters.sizes import PackedSize
 from inference_service.adapters.staging import Packing, Tiers, Workers
 from inference_service.adapters.store import HostStore
 from inference_service.stats import LoadInFlight
@@ -71,7 +72,7 @@ def open_gate() -> threading.Event:
 class Bench:
     """A loader over real folders, and a registry that knows one version of each."""
 
-    def __init__(self, folder: Path, host_bytes: int, dtype: Dtype) -> None:
+    def __init__(self, folder: Path, host_bytes: int, dtype: Dtype, device_bytes: int) -> None:
         self.folder = folder
         self.gate = open_gate()
         self.known: dict[str, ResolvedVersion] = {}  # whose files have changed since
@@ -80,7 +81,7 @@ class Bench:
         self.workers = Workers(ThreadPoolExecutor(8), ThreadPoolExecutor(2), ThreadPoolExecutor(2))
         self.revision, self.lag, self.heard_at = 7, 0, None
         self.base_model_conflict: BaseModelConflict | None = None
-        tiers = Tiers(self.cache, HostStore(host_bytes), memoryview(bytearray(host_bytes)))
+        tiers = Tiers(self.cache, HostStore(host_bytes), memoryview(bytearray(host_bytes)), device_bytes)
         self.loader = AdapterLoader(self, self.fetcher, tiers, Packing(MODEL, dtype), self.workers)
 
     def _open(self, pinned: PinnedSource, namespace: str, policy: SourcePolicy, stopping: threading.Event) -> Source:
@@ -103,8 +104,10 @@ class Bench:
 
 
 @asynccontextmanager
-async def running(folder: Path, host_bytes: int = HOST_BYTES, dtype: Dtype = "float32") -> AsyncIterator[Bench]:
-    bench = Bench(folder, host_bytes, dtype)
+async def running(
+    folder: Path, host_bytes: int = HOST_BYTES, dtype: Dtype = "float32", device_bytes: int = 0
+) -> AsyncIterator[Bench]:
+    bench = Bench(folder, host_bytes, dtype, device_bytes)
     try:
         yield bench
     finally:
@@ -185,6 +188,39 @@ async def test_host_memory_smaller_than_an_adapter_names_the_setting_each_time(t
                 await asyncio.wait_for(serve(), 60)
             assert caught.value.retry_after is None
         assert (await bench.loader.prepare("default/small")).rank == 4
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_what_is_larger_than_tiers_is_refused_by_all_of_them_before_anything_is_fetched(
+    tmp_path: Path, is_told: bool
+) -> None:
+    """By name; once its files are here if the registry does not tell how large it is packed."""
+    async with running(tmp_path, host_bytes=4096, device_bytes=4096) as bench:
+        large = bench.add("large", rank=16)
+        nbytes = 2 * 4 * 16 * (32 + 32 + 32 + 16)
+        told = PackedSize(nbytes // 2) if is_told else PackedSize()
+        bench.known["large"] = large._replace(packed=told)
+        for _ in range(2):
+            with pytest.raises(AdapterMemory) as caught:
+                await bench.loader.prepare("default/large")
+            assert caught.value.metadata == {"version": large.name, "tier": "host,device"}
+            wanted = (large.name, f"{nbytes} bytes", "--host-memory, now 4096", "--adapter-memory, now 4096")
+            assert all(text in caught.value.message for text in wanted)
+            with pytest.raises(AdapterMemory, match="--adapter-memory"):
+                await bench.loader.acquire(large.digest)
+        assert bench.cache.has(large.digest) == (not is_told)
+        assert bench.loader.stats().failures == {"ADAPTER_MEMORY": 4}
+
+
+async def test_a_blend_whose_files_are_too_large_together_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        parts = [bench.add(name, rank=16) for name in ("one", "three")]
+        for part in parts:  # each has room
+            padded = tuple(file._replace(size=(1 << 19) + 1) for file in part.files if file.path == WEIGHTS)
+            bench.known[part.name.split("/")[3]] = part._replace(files=padded)
+        with pytest.raises(AdapterMemory, match="--disk-bytes, now 1048576") as caught:
+            await bench.loader.prepare_blend([BlendPart(f"default/{name}", 1.0) for name in ("one", "three")])
+        assert all(part.name in caught.value.message for part in parts)
 
 
 async def test_text_files_are_told_and_read_wherever_they_are_now(tmp_path: Path) -> None:

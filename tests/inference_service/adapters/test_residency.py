@@ -8,7 +8,7 @@ import pytest
 
 from inference_service.adapters import residency as residency_module
 from inference_service.adapters.registration import SERVED_FINGERPRINT
-from inference_service.adapters.residency import HeldState, Residency
+from inference_service.adapters.residency import LONGEST_RETRY, HeldState, Residency
 from inference_service.adapters.wanted import Wanted, wanted_versions
 from inference_service.types import PinOwner, PreparedAdapter, ResidentAdapter
 from loraplex.registry.v1 import registry_pb2, resources_pb2
@@ -141,11 +141,9 @@ async def residency(replica: _Replica, monkeypatch: pytest.MonkeyPatch) -> Async
 
 
 async def _until(condition: "object") -> None:
-    for _ in range(300):
-        if condition():  # type: ignore[operator]
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come about")
+    async with asyncio.timeout(60):
+        while not condition():  # type: ignore[operator]  # noqa: ASYNC110 - nothing tells when
+            await asyncio.sleep(0.01)
 
 
 def test_which_versions_are_wanted() -> None:
@@ -166,7 +164,7 @@ async def test_what_is_wanted_comes(residency: Residency, replica: _Replica) -> 
     residency.changed(change("pin", PINNED))
     residency.changed(change("other", ON_DEMAND))
     residency.complete(7)
-    assert await residency.settle(5)
+    assert await residency.settle(60)
     assert replica.gpu == {digest_of("pre", 1): False, digest_of("pin", 1): True}
     assert residency.observed_revision == 7
     assert await residency.states() == {
@@ -180,7 +178,7 @@ async def test_preloading_takes_only_what_room_there_is(residency: Residency, re
     residency.changed(change("pre", PRELOAD))
     residency.changed(change("pin", PINNED))
     residency.complete(1)
-    assert await residency.settle(5)
+    assert await residency.settle(60)
     assert replica.gpu == {digest_of("pin", 1): True}
     assert (await residency.states())[digest_of("pre", 1)] == HeldState("HOST")
 
@@ -188,7 +186,7 @@ async def test_preloading_takes_only_what_room_there_is(residency: Residency, re
 async def test_a_new_version_takes_the_place_of_the_old(residency: Residency, replica: _Replica) -> None:
     residency.changed(change("a", PINNED))
     residency.complete(1)
-    await residency.settle(5)
+    await residency.settle(60)
     residency.changed(change("a", PINNED, latest=2))
     await _until(lambda: replica.gpu == {digest_of("a", 1): False, digest_of("a", 2): True})
 
@@ -199,7 +197,7 @@ async def test_what_is_wanted_no_more_is_no_longer_pinned(
 ) -> None:
     residency.changed(change("a", PINNED))
     residency.complete(1)
-    await residency.settle(5)
+    await residency.settle(60)
     residency.changed(ending)
     await _until(lambda: replica.gpu == {digest_of("a", 1): False})
 
@@ -211,7 +209,7 @@ async def test_a_new_process_ends_pins_that_are_wanted_no_more_once_it_is_told_w
     stale, wanted = digest_of("stale", 1), digest_of("pin", 1)
     replica.gpu = {stale: True, wanted: True}
     residency.failed()
-    assert await residency.settle(5)
+    assert await residency.settle(60)
     await asyncio.sleep(0.1)
     assert (replica.gpu, replica.kept) == ({stale: True, wanted: True}, [])
     residency.changed(change("pin", PINNED))
@@ -237,7 +235,7 @@ async def test_the_files_of_what_is_pinned_are_kept(residency: Residency, replic
 async def test_pins_are_told_again_to_an_engine_that_did_not_hear(residency: Residency, replica: _Replica) -> None:
     residency.changed(change("pin", PINNED))
     residency.complete(1)
-    await residency.settle(5)
+    await residency.settle(60)
     replica.is_up = False
     residency.changed(change("pin", ON_DEMAND))
     await asyncio.sleep(0.1)
@@ -251,7 +249,7 @@ async def test_a_pinned_one_that_is_lost_comes_back_a_preloaded_one_does_not(
     residency.changed(change("pre", PRELOAD))
     residency.changed(change("pin", PINNED))
     residency.complete(1)
-    await residency.settle(5)
+    await residency.settle(60)
     replica.gpu.clear()
     await _until(lambda: replica.gpu == {digest_of("pin", 1): True})
     await asyncio.sleep(0.1)
@@ -262,13 +260,13 @@ async def test_a_new_engine_gets_everything_again(residency: Residency, replica:
     residency.changed(change("pre", PRELOAD))
     residency.changed(change("pin", PINNED))
     residency.complete(1)
-    await residency.settle(5)
+    await residency.settle(60)
     replica.is_up = False
     replica.gpu.clear()
     await asyncio.sleep(0.05)
     replica.is_up = True
     residency.engine_started()
-    assert await residency.settle(5)
+    assert await residency.settle(60)
     assert replica.gpu == {digest_of("pre", 1): False, digest_of("pin", 1): True}
 
 
@@ -280,10 +278,55 @@ async def test_an_engine_that_starts_while_a_load_is_under_way(residency: Reside
     await _until(lambda: replica.calls[f"load {digest_of('pin', 1)}"] == 1)
     residency.engine_started()
     replica.load_gate.set()
-    assert await residency.settle(5)
+    assert await residency.settle(60)
     assert replica.gpu == {digest_of("pin", 1): True}
     residency.changed(change("pin", ON_DEMAND))
     await _until(lambda: replica.gpu == {digest_of("pin", 1): False})
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "pause"),
+    [
+        ("pin", AdapterMemory("pinned adapters leave no room", retry_after=5.0), 5.0),
+        ("default/a@1", AdapterMemory("files of pinned adapters fill the disk", retry_after=5.0), 5.0),
+        ("default/a@1", AdapterMemory("blobs in use fill the host arena", retry_after=0.5), 1.0),
+        ("pin", AdapterMemory("larger than the arena"), 60.0),
+        ("default/a@1", SourceUnavailable("down", retry_after=5.0), 60.0),
+    ],
+)
+async def test_room_is_looked_for_as_often_as_it_may_come_and_sources_ever_more_seldom(
+    replica: _Replica, monkeypatch: pytest.MonkeyPatch, where: str, error: LoraplexError, pause: float
+) -> None:
+    monkeypatch.setattr(residency_module, "CHECK_SECONDS", 0.01)
+    clock = _Clock()
+    residency = Residency(replica, replica, clock)
+    running = asyncio.create_task(residency.run())
+    replica.errors[where] = error
+    residency.changed(change("a", PINNED))
+    residency.complete(1)
+    tries = "prepare default/a@1"
+    for number in range(1, 10):
+        await _until(lambda number=number: replica.calls[tries] == number)
+        await asyncio.sleep(0.02)  # until the failure is noted
+        clock.now += LONGEST_RETRY
+    await _until(lambda: replica.calls[tries] == 10)
+    await asyncio.sleep(0.05)
+    clock.now += pause - 0.1
+    await asyncio.sleep(0.05)
+    assert replica.calls[tries] == 10, "too soon"
+    replica.errors.clear()
+    clock.now += 0.2
+    await _until(lambda: replica.gpu == {digest_of("a", 1): True})
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_failures_are_told_and_tried_again(residency: Residency, replica: _Replica) -> None:
@@ -304,7 +347,7 @@ async def test_readiness_does_not_wait_for_what_cannot_come(
     residency.changed(change("a", PINNED))
     residency.changed(change("b", PINNED))
     residency.complete(1)
-    assert await residency.settle(5)
+    assert await residency.settle(60)
     assert replica.gpu == {digest_of("b", 1): True}
     assert (await residency.states())[digest_of("a", 1)].reason == error.reason
 
@@ -316,7 +359,7 @@ async def test_readiness_waits_up_to_a_limit(residency: Residency, replica: _Rep
     assert not await residency.settle(0.2)
     assert (await residency.states())[digest_of("a", 1)].reason == "FETCHING"
     replica.gate.set()
-    assert await residency.settle(5)
+    assert await residency.settle(60)
 
 
 async def test_readiness_does_not_wait_for_a_registry_that_is_away(residency: Residency) -> None:
@@ -334,7 +377,7 @@ async def test_a_new_snapshot_replaces_what_was_wanted_when_it_is_complete(
     residency.changed(change("old", PINNED))
     residency.changed(change("both", PINNED))
     residency.complete(1)
-    await residency.settle(5)
+    await residency.settle(60)
     residency.start_over()
     residency.changed(change("both", PINNED))
     residency.changed(change("new", PINNED))
@@ -351,7 +394,7 @@ async def test_adapters_of_one_content(residency: Residency, replica: _Replica) 
     residency.changed(change("a", PINNED))
     residency.changed(second)
     residency.complete(1)
-    await residency.settle(5)
+    await residency.settle(60)
     assert replica.gpu == {digest_of("a", 1): True}
     residency.changed(change("a", ON_DEMAND))
     await _until(lambda: replica.gpu.get(digest_of("a", 1)) is not True)
@@ -365,7 +408,7 @@ async def test_a_pinned_one_is_not_there_until_it_is_on_the_device(residency: Re
     residency.changed(change("pin", PINNED))
     residency.changed(change("pre", PRELOAD))
     residency.complete(1)
-    assert await residency.settle(5)
+    assert await residency.settle(60)
     assert replica.host == {pinned, preloaded}
     replica.load_gate.clear()  # in the midst of a retry
     for _ in range(2):
@@ -385,7 +428,7 @@ async def test_a_preloaded_one_that_is_pinned_later_is_not_there_on_the_host(
     replica.room = 0
     residency.changed(change("a", PRELOAD))
     residency.complete(1)
-    assert await residency.settle(5)
+    assert await residency.settle(60)
     replica.gate.clear()
     residency.changed(change("a", PINNED))
     await _until(lambda: replica.calls["prepare default/a@1"] == 2)
@@ -397,7 +440,7 @@ async def test_nothing_is_wanted_of_a_registry_with_another_base_model(residency
     residency.changed(change("pin", PINNED))
     residency.changed(change("pre", PRELOAD))
     residency.complete(1)
-    assert await residency.settle(5)
+    assert await residency.settle(60)
     replica.base_model_conflict = BaseModelConflict("another tiny", metadata={SERVED_FINGERPRINT: "sha256:own"})
     await _until(lambda: not any(replica.gpu.values()))
     replica.gpu.clear()
@@ -408,7 +451,7 @@ async def test_nothing_is_wanted_of_a_registry_with_another_base_model(residency
     expected = dict.fromkeys([pinned, preloaded, digest_of("new", 1), "sha256:own"], failed)
     await asyncio.sleep(0.1)
     assert await residency.states() == expected
-    assert await residency.settle(5), "readiness does not wait for what does not come"
+    assert await residency.settle(60), "readiness does not wait for what does not come"
     assert replica.calls == calls
     replica.base_model_conflict = None
     await _until(lambda: replica.gpu == {pinned: True, digest_of("new", 1): True, preloaded: False})

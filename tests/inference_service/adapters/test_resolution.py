@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_service.adapters.resolution import Resolution, ResolvedVersion, read_resolution
+from inference_service.adapters.sizes import PackedSize
 from loraplex.registry.v1.registry_pb2 import ResolveAdapterResponse
 from shared.errors import BaseModelMismatch, DigestMismatch, LoraplexError, RegistryUnavailable
 from shared.sources.resolver import PinnedObject, PinnedSource
@@ -41,6 +42,22 @@ def test_one_target(version: ResolvedVersion) -> None:
     assert found.choose("anything") == version._replace(adapter_uid="u")
     assert found.ttl == 1.5
     assert not version.texts
+
+
+def test_what_the_registry_knows_of_the_packed_size_arrives(version: ResolvedVersion) -> None:
+    answer = _answer(version)
+    for name, rank, nbytes, kinds in (
+        ("q_proj", 4, 100, ["lora"]),
+        ("down_proj", 4, 30, ["block_diagonal", "lora"]),
+        ("o_proj", 8, 7, ["lora", "dora"]),
+        ("k_proj", 0, 1000, ["bias"]),
+        ("lm_head", 4, 1000, ["lora", "modules_to_save"]),
+        ("embed_tokens", 0, 1000, ["modules_to_save"]),
+    ):
+        answer.version.lora_config.modules.add(module=name, rank=rank, device_bytes=nbytes, kinds=kinds)
+    packed = _read(answer).choose("").packed
+    assert packed == PackedSize(factors=130, others=7)
+    assert [packed.at_least(dtype) for dtype in ("float32", "bfloat16")] == [267, 137]
 
 
 def test_pins_arrive_whole(version: ResolvedVersion) -> None:

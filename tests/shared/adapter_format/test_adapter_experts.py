@@ -19,6 +19,7 @@ from transformers import (
 from shared.adapter_format.config import parse_adapter_config
 from shared.adapter_format.experts import Experts, plan_experts
 from shared.adapter_format.header import read_header_of
+from shared.adapter_format.reasons import ONE_TRAINING, OTHER_BASE, RIGHT_RANK, SAVE_AGAIN
 from shared.errors import AdapterInvalid
 from tests.shared.adapter_format.adapter_samples import config, info
 
@@ -177,6 +178,45 @@ def test_the_good_one():
 )
 def test_tensors_that_do_not_fit(tensors):
     assert "experts" in refused(tensors)["tensor"]
+
+
+def text_of(tensors):
+    with pytest.raises(AdapterInvalid) as caught:
+        plan_experts(dataclasses.replace(PARSED, target_parameters=tuple(BOTH)), tensors, LAYERS)
+    return caught.value.message
+
+
+A, B = (f"tensor {PATH}.base_layer.lora_{side}.weight: " for side in "AB")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [
+        (GOOD | fused(rows=47), f"{B}has shape [47, 16], not [48, 16] as the base model takes; {OTHER_BASE}"),
+        (GOOD | fused(columns=24), f"{A}has shape [16, 24], not [16, 16] as the base model takes; {OTHER_BASE}"),
+        (
+            GOOD | {f"{PATH}.base_layer.lora_B.weight": info("F32", (48, 12))},
+            f"{B}has shape [48, 12], not [48, 16]: its lora_A has 16 rows; {ONE_TRAINING}",
+        ),
+        (
+            GOOD | {f"{PATH}.base_layer.lora_B.weight": info("F32", (16, 48))},
+            f"{B}has shape [16, 48], not [48, 16] as the base model takes; {SAVE_AGAIN}",
+        ),
+        (GOOD | fused(total=12), f"{A}has rank 3; adapter_config.json says 4 (r or rank_pattern); {RIGHT_RANK}"),
+        (
+            {PATH.replace("0", "1") + ".lora_A.weight": info("F32", (16, 16))},
+            f"tensor {PATH.replace('0', '1')}.lora_A.weight: belongs to no experts of this base model; {OTHER_BASE}, "
+            "or remove the tensor",
+        ),
+        (
+            fused(),
+            f"tensor {LAYERS[0].path}.lora_A.weight: is missing: target_parameters promises LoRA on down_proj; "
+            f"{OTHER_BASE}, or save it again",
+        ),
+    ],
+)
+def test_the_advice_is_that_for_other_tensors(tensors, text):
+    assert text_of(tensors) == text
 
 
 def test_an_inner_pair_needs_two_targets():

@@ -51,6 +51,14 @@ def warnings(files, vocab_size=32):
         ({CONFIG: config(bos_token={"content": 5})}, CONFIG, 'bos_token is {"content": 5}, which is no token\'s text'),
         ({CONFIG: b"{}", MAP: config(eos_token=["</s>"])}, MAP, "which is no token's text"),
         ({TOKENIZER: b"\xef\xbb\xbf" + tokenizer()}, TOKENIZER, "begins with a byte order mark"),
+        (
+            {TOKENIZER: tokenizer(), CONFIG: config(eos_token="<end>")},
+            CONFIG,
+            'eos_token "<end>" is not among the added',
+        ),
+        ({TOKENIZER: tokenizer(), CONFIG: config(eos_token="t3")}, CONFIG, 'eos_token "t3" is not among the added'),
+        ({TOKENIZER: tokenizer(), MAP: config(pad_token="<pad>")}, MAP, 'pad_token "<pad>" is not among the added'),
+        ({TOKENIZER: tokenizer(), CONFIG: config(split_special_tokens=True)}, CONFIG, "split_special_tokens is set"),
         ({JINJA: b"{% for m in messages %}"}, JINJA, "the chat template is not a template"),
         ({JINJA: b"{% for m in messages %}", CONFIG: config(chat_template=LOOP)}, JINJA, "is not a template"),
         ({JINJA: b"\n"}, JINJA, "the chat template is empty"),
@@ -72,7 +80,7 @@ def test_what_can_never_work_names_its_file(files, file, problem):
     [
         {},
         {TOKENIZER: tokenizer(), CONFIG: config(eos_token="</s>", chat_template=LOOP), MAP: b"{}"},
-        {TOKENIZER: tokenizer(), CONFIG: config(eos_token={"content": "t3"})},
+        {TOKENIZER: tokenizer(), CONFIG: config(eos_token={"content": "</s>"})},
         {CONFIG: config(eos_token="</s>")},  # what the base model's tokenizer knows is not known here
         {JINJA: LOOP.encode(), CONFIG: config(chat_template="{% never read")},
         {JINJA: b"<|im_start|>{{ messages }}"},
@@ -90,7 +98,6 @@ def test_what_works_is_not_doubted(files):
         ({JINJA: b"You are a pirate."}, "chat_template.jinja: the chat template does not use `messages`"),
         ({CONFIG: config(chat_template=[{"name": "rag", "template": LOOP}])}, "chat_template names no `default`"),
         ({JINJA: b"{{ messages }}" + b" " * MAX_TEMPLATE_CHARS}, "was not looked into"),
-        ({TOKENIZER: tokenizer(), CONFIG: config(eos_token="<end>")}, "eos_token '<end>' is no token"),
         ({TOKENIZER: tokenizer(20)}, "has 21 tokens, the base model 32 ids; replicas refuse"),
         ({TOKENIZER: tokenizer(32, ())}, "id 31, which ends the base model's answers, is 't31', no special token,"),
         ({TOKENIZER: tokenizer(31, ())}, "id 31, which ends the base model's answers, is no token in"),

@@ -1,6 +1,7 @@
 import pytest
 
-from shared.adapter_format.texts import text_warnings
+from shared.adapter_format.texts import MAX_BYTES, check_texts_are_files, text_warnings
+from shared.errors import AdapterInvalid
 
 CONFIG = "adapter_config.json"
 
@@ -23,3 +24,12 @@ def test_what_is_not_used_is_said(beside, above, extra, said):
     found = text_warnings(beside, above, extra)
     assert len(found) == len(said)
     assert all(words in warning for words, warning in zip(said, found, strict=True))
+
+
+@pytest.mark.parametrize("name", MAX_BYTES)
+def test_a_folder_in_place_of_a_text_file_is_refused_however_the_source_tells_of_it(name):
+    for names, folders in (([CONFIG], [name, "x"]), ([CONFIG, f"{name}/{name}"], [])):  # as a disk or S3; as the Hub
+        with pytest.raises(AdapterInvalid, match="is a folder, not a file; put the file itself in its place") as caught:
+            check_texts_are_files(names, lambda folders=folders: folders)
+        assert caught.value.metadata == {"file": name}
+    check_texts_are_files([CONFIG, name], lambda: ["tokenizer", f"old-{name}"])

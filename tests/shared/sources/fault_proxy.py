@@ -6,7 +6,8 @@ import socket
 import ssl
 import struct
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -52,6 +53,7 @@ class FaultProxy:
         self.host, self.port_of_upstream = urlsplit(upstream).hostname, urlsplit(upstream).port
         self.stopping = threading.Event()
         self._lock = threading.Lock()
+        self._num_running = 0
         self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
         if tls is not None:
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
@@ -66,6 +68,22 @@ class FaultProxy:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Of one request, from when it is read until all of its answer is sent."""
+        with self._lock:
+            self._num_running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_running -= 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+        return self._num_running == 0
 
     def next_fault(self, path: str) -> Fault | None:
         with self._lock:
@@ -89,10 +107,12 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self._pass_on(self.proxy.next_fault(self.path))
+        with self.proxy.running():
+            self._pass_on(self.proxy.next_fault(self.path))
 
     def do_PUT(self) -> None:
-        self._pass_on(None)
+        with self.proxy.running():
+            self._pass_on(None)
 
     do_HEAD = do_POST = do_DELETE = do_PUT  # noqa: N815  # the names http.server asks for
 
