@@ -17,6 +17,7 @@ from shared.adapter_format.header import TensorInfo, read_header_of
 from shared.adapter_format.kinds.initialisation import LOST
 from shared.adapter_format.reasons import SAVE_AGAIN, key_unsupported, tensor_invalid, tensor_unsupported
 from shared.adapter_format.strict_json import parse_object
+from shared.adapter_format.texts import check_texts_are_files
 from shared.base_model import ModelConfig
 from shared.errors import InvalidArgument, SourceNotFound
 
@@ -65,6 +66,7 @@ def read_adapter(folder: Path, model: ModelConfig) -> TrainedAdapter:
     if below := named_folder(names, folders):
         return read_adapter(folder / below, model)
     files = adapter_files(names, lambda: folders)
+    check_texts_are_files(names, lambda: folders)
     raw = parse_object((folder / files.config).read_bytes(), CONFIG)
     method = _method(raw)
     for key in _NOT_WITH:

@@ -208,6 +208,9 @@ def test_refused_for_what_is_or_is_not_there(base, tmp_path):
         convert(adapter, empty, tmp_path / "plain", silent)
     with pytest.raises(InvalidArgument, match="exists"):
         convert(adapter, base, adapter, silent)
+    (adapter / "tokenizer.json").mkdir()
+    with pytest.raises(AdapterInvalid, match=r"tokenizer\.json: .*folder"):
+        convert(adapter, base, tmp_path / "plain", silent)
 
 
 def test_base_weights_that_are_not_sound(base, tmp_path):
