@@ -136,6 +136,13 @@ CASES: dict[str, Case] = {
         "LoRA on embed_tokens",
         {"target_modules": ["embed_tokens", "lm_head", "o_proj"], "ensure_weight_tying": True}, TIED,
     ),
+    "embed_tokens and lm_head, tied and parted": Case(
+        "LoRA on embed_tokens",
+        {
+            "target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True,
+            "init_lora_weights": "orthogonal",
+        }, TIED,
+    ),
     # ---- weights that are saved whole
     "saved embed_tokens": Case("modules_to_save embed_tokens, lm_head", {SAVED: ["embed_tokens"]}),
     "saved lm_head": Case("modules_to_save embed_tokens, lm_head", {SAVED: ["lm_head"]}),

@@ -3,7 +3,7 @@
 The embedding's A and B are `lora_embedding_A` [rank, vocabulary] and `lora_embedding_B` [hidden, rank]; the head's are
 those of a linear. Beside them PEFT may save the base weights (`base_layer.weight`), which are the base model's own
 unless the vocabulary grew. LoRA on one side of a tied model leaves the other alone, but with ensure_weight_tying, where
-the head's A and B are the embedding's.
+the head's A and B are the embedding's, unless their initialisation has parted them again.
 """
 
 from collections.abc import Mapping
@@ -19,6 +19,9 @@ from shared.adapter_format.reasons import TRAIN_WITHOUT, key_invalid
 from shared.adapter_format.values import Field
 
 FIELDS: Mapping[str, Field] = {}  # target_modules is every LoRA's
+
+# With these PEFT gives the head new factors after it has tied them, when it makes an adapter and when it loads one.
+_UNTYING = ("orthogonal", "mica")
 
 
 def check(config: LoraConfig) -> None:
@@ -36,7 +39,7 @@ def bind(draft: Draft) -> None:
     pair = take_pair(draft, HEAD)
     if pair is not None:
         blocks = block_diagonal.blocks(draft.config, draft.names.module(HEAD))
-        is_tied = draft.is_tied and draft.config.ensure_weight_tying
+        is_tied = draft.is_tied and draft.config.ensure_weight_tying and draft.config.init_lora_weights not in _UNTYING
         rank, scale = rank_and_scale(draft, HEAD, *pair, vocab, hidden, blocks, is_tied)
         draft.head = draft.head._replace(
             a=pair[0], b=pair[1], rank=rank, scale=scale, blocks=blocks, is_embedding=is_tied
